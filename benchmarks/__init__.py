@@ -1,0 +1,1 @@
+"""Benchmarks: each prints its figures as one JSON line with `--json`."""

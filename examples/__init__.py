@@ -1,0 +1,1 @@
+"""Runnable examples and what they need: a development server and a real vocabulary."""

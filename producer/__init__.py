@@ -1,0 +1,1 @@
+"""The producer: reads prompts, holds back at capacity, scans from the frontier."""

@@ -1,0 +1,325 @@
+"""The one codec between processes: prompt records, and a member's header, body and text.
+
+Owns the version and the layout of everything that Redis holds. Never pickles, never does I/O.
+Invariant: unknown fields survive or are ignored, a newer major version is refused, and garbage
+of any kind is a `WireError`, nothing else.
+
+Header, body and text are apart because they have different readers: filters read headers (a few
+hundred bytes), the trainer reads bodies (raw little-endian arrays in MessagePack), and text is
+compressed and read by people and by trainers that ask for it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+
+from rollstream.errors import Status, StopReason, WireError
+from rollstream.group import Leaf, MemberHeader, PromptGroup, Trajectory
+from rollstream.sample import (
+    ARRAY_DTYPES,
+    SAMPLE_FIELDS,
+    Call,
+    PrefixCacheInfo,
+    Sample,
+    Span,
+    SpecInfo,
+)
+
+WIRE_VERSION = 1
+MAX_TEXT_BYTES = 256 << 20
+"""A text field that says it is larger than this when inflated is refused."""
+
+_GROUP_FIELDS = frozenset({"group_index", "prompt", "label"})
+"""Known from the group's own record, so not repeated by its members' bodies."""
+_TEXT_FIELDS = frozenset({"response"})
+_DEFAULTS = Sample()
+_BODY_FIELDS = tuple(f for f in SAMPLE_FIELDS if f not in _GROUP_FIELDS | _TEXT_FIELDS)
+_CALL_NAMES = tuple(f.name for f in fields(Call))
+_CALL_PLAIN = tuple(n for n in _CALL_NAMES if n not in ("start", "end", "versions"))
+_BODY_FIELD_SET = frozenset(_BODY_FIELDS)
+_Codec: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+# --- prompts -------------------------------------------------------------------------------------
+_PROMPT_FIELDS = tuple(f.name for f in fields(PromptGroup) if f.name not in ("group_index", "n"))
+
+
+def encode_prompt(group: PromptGroup) -> bytes:
+    """Return the record that `enqueue` stores once per group (the id and n are the queue's own)."""
+    record = {"v": WIRE_VERSION, **{name: getattr(group, name) for name in _PROMPT_FIELDS}}
+    return _pack(record, f"group {group.group_index}")
+
+
+def decode_prompt(data: bytes, group_index: int, n: int) -> PromptGroup:
+    """Return the group that `encode_prompt` was given.
+
+    Raises:
+        WireError: not a record of ours, or a newer one.
+    """
+    record = _open(data, f"prompt of group {group_index}")
+    known = {name: record[name] for name in _PROMPT_FIELDS if name in record}
+    if "prompt" not in known:
+        raise WireError(f"prompt of group {group_index}: the field 'prompt' is missing")
+    return PromptGroup(group_index=group_index, n=n, **known)
+
+
+# --- one member's result -------------------------------------------------------------------------
+def encode_header(
+    trajectory: Trajectory, *, num_turns: int = 0, done_unix_s: float = 0.0, attempts: int = 0
+) -> bytes:
+    """Return the header of one member: one entry per leaf."""
+    is_list = isinstance(trajectory, list)
+    leaves = [
+        _leaf_record(s) for s in (trajectory if isinstance(trajectory, list) else (trajectory,))
+    ]
+    return _pack(
+        {"v": WIRE_VERSION, "list": is_list, "leaves": leaves, "num_turns": num_turns,
+         "done_unix_s": done_unix_s, "attempts": attempts},
+        "header",
+    )  # fmt: skip
+
+
+def _leaf_record(sample: Sample) -> dict[str, Any]:
+    return {
+        "status": sample.status.value,
+        "stop_reason": None if sample.stop_reason is None else sample.stop_reason.value,
+        "reward": sample.reward,
+        "response_length": sample.response_length,
+        "num_tokens": len(sample.tokens),
+        "num_sampled": sample.num_sampled,
+        "num_trainable": 0 if sample.remove_sample else sample.effective_response_length,
+        "versions": sample.version_range(),
+        "removed": sample.remove_sample,
+    }
+
+
+def decode_header(data: bytes) -> MemberHeader:
+    """Return the header that `encode_header` made.
+
+    Raises:
+        WireError: not a record of ours, or a newer one.
+    """
+    record = _open(data, "header")
+    try:
+        return MemberHeader(
+            is_list=record["list"],
+            leaves=[_decode_leaf(leaf) for leaf in record["leaves"]],
+            num_turns=record.get("num_turns", 0),
+            done_unix_s=record.get("done_unix_s", 0.0),
+            attempts=record.get("attempts", 0),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"header: {error!r}") from None
+
+
+def _decode_leaf(record: dict[str, Any]) -> Leaf:
+    reason, versions = record["stop_reason"], record["versions"]
+    return Leaf(
+        status=Status(record["status"]),
+        stop_reason=None if reason is None else StopReason(reason),
+        reward=record["reward"],
+        response_length=record["response_length"],
+        num_tokens=record["num_tokens"],
+        num_sampled=record["num_sampled"],
+        num_trainable=record["num_trainable"],
+        versions=None if versions is None else (versions[0], versions[1]),
+        removed=record.get("removed", False),
+    )
+
+
+def encode_body(trajectory: Trajectory) -> bytes:
+    """Return the body of one member: all fields of all leaves but the group's own and the text.
+
+    Raises:
+        WireError: an array whose values its wire type cannot hold, or a value without a wire form.
+    """
+    if isinstance(trajectory, list):
+        record = {
+            "v": WIRE_VERSION,
+            "list": True,
+            "leaves": [_sample_record(s) for s in trajectory],
+        }
+    else:
+        record = {"v": WIRE_VERSION, "list": False, "leaves": [_sample_record(trajectory)]}
+    return _pack(record, "body")
+
+
+def decode_body(data: bytes, group: PromptGroup, text: bytes | None = None) -> Trajectory:
+    """Return one member's trajectory; its arrays are read-only views of `data`.
+
+    Args:
+        data: what `encode_body` returned.
+        group: the record that gives the group's id, prompt and label.
+        text: what `encode_text` returned, where the reader wants it.
+
+    Raises:
+        WireError: garbage, truncated, inconsistent, or newer than this library.
+    """
+    record = _open(data, "body")
+    texts = decode_text(text) if text else []
+    try:
+        leaves = [_decode_sample(leaf, group) for leaf in record["leaves"]]
+        is_list = record["list"]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise WireError(f"body of group {group.group_index}: {error!r}") from None
+    if texts and len(texts) != len(leaves):
+        raise WireError(f"text of {len(texts)} leaves for a body of {len(leaves)}")
+    for leaf, response in zip(leaves, texts, strict=False):
+        leaf.response = response
+    if not is_list and len(leaves) != 1:
+        raise WireError(f"a scalar body with {len(leaves)} leaves")
+    return leaves if is_list else leaves[0]
+
+
+def encode_text(trajectory: Trajectory) -> bytes:
+    """Return the response texts of one member, compressed; empty where there is no text."""
+    leaves = trajectory if isinstance(trajectory, list) else [trajectory]
+    if not any(leaf.response for leaf in leaves):
+        return b""
+    packed = _pack({"v": WIRE_VERSION, "texts": [leaf.response for leaf in leaves]}, "text")
+    return zlib.compress(packed, 1)
+
+
+def decode_text(data: bytes) -> list[str]:
+    """Return the response text of every leaf.
+
+    Raises:
+        WireError: garbage, or a text that inflates beyond `MAX_TEXT_BYTES`.
+    """
+    inflate = zlib.decompressobj()
+    try:
+        packed = inflate.decompress(data, MAX_TEXT_BYTES)
+    except zlib.error as error:
+        raise WireError(f"text: {error}") from None
+    if inflate.unconsumed_tail or not inflate.eof:
+        raise WireError("text: truncated, or larger than allowed")
+    texts = _open(packed, "text").get("texts")
+    if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+        raise WireError("text: the field 'texts' is not a list of strings")
+    return texts
+
+
+def _sample_record(sample: Sample) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for name in _BODY_FIELDS:
+        value = getattr(sample, name)
+        codec = _CODECS.get(name)
+        if codec is not None:
+            if value is not None:
+                record[name] = codec[0](value)
+        elif value != getattr(_DEFAULTS, name):
+            record[name] = value
+    if sample.extra:
+        record["extra"] = sample.extra
+    return record
+
+
+def _decode_sample(record: dict[str, Any], group: PromptGroup) -> Sample:
+    sample = Sample(group_index=group.group_index, prompt=group.prompt, label=group.label)
+    for name, value in record.items():
+        codec = _CODECS.get(name)
+        if codec is not None:
+            setattr(sample, name, codec[1](value))
+        elif name == "extra":
+            sample.extra.update(value)
+        elif name in _BODY_FIELD_SET:
+            setattr(sample, name, value)
+        else:
+            sample.extra[name] = value
+    return sample
+
+
+def _array_codec(name: str) -> _Codec:
+    dtype = np.dtype(ARRAY_DTYPES[name])
+
+    def encode(value: Any) -> bytes:
+        array = np.asarray(value)
+        if array.ndim != 1:
+            raise WireError(f"{name} has {array.ndim} dimensions, expected 1")
+        if array.dtype != dtype:
+            cast = array.astype(dtype)
+            if array.size and dtype.kind != "f" and not np.array_equal(cast, array):
+                raise WireError(f"{name} holds values that {dtype.name} cannot")
+            array = cast
+        return array.tobytes()
+
+    return encode, lambda raw: np.frombuffer(raw, dtype=dtype)
+
+
+def _encode_block(value: Any) -> list[Any]:
+    return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+
+
+def _decode_block(value: list[Any]) -> Any:
+    dtype, shape, raw = value
+    if np.dtype(dtype).hasobject:
+        raise ValueError(f"dtype {dtype} is not raw data")
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def _encode_call(call: Call) -> list[Any]:
+    return [call.start, call.end, call.versions, {n: getattr(call, n) for n in _CALL_PLAIN}]
+
+
+def _decode_call(record: list[Any]) -> Call:
+    start, end, versions, plain = record[:4]
+    known = {name: plain[name] for name in _CALL_PLAIN if name in plain}
+    return Call(start=start, end=end, versions=[(v[0], v[1], v[2]) for v in versions], **known)
+
+
+def _row_codec(kind: type) -> _Codec:
+    """Return a codec that keeps a small record as the row of its fields, in order."""
+    names = tuple(f.name for f in fields(kind))
+    return (
+        lambda record: [getattr(record, name) for name in names],
+        lambda row: kind(*row[: len(names)]),
+    )
+
+
+def _rows(codec: _Codec) -> _Codec:
+    encode, decode = codec
+    return lambda records: [encode(r) for r in records], lambda rows: [decode(r) for r in rows]
+
+
+_CODECS: dict[str, _Codec] = {
+    **{name: _array_codec(name) for name in ARRAY_DTYPES},
+    "rollout_routed_experts": (_encode_block, _decode_block),
+    "rollout_indexer_topk": (_encode_block, _decode_block),
+    "calls": _rows((_encode_call, _decode_call)),
+    "spans": _rows(_row_codec(Span)),
+    "spec_info": _row_codec(SpecInfo),
+    "prefix_cache_info": _row_codec(PrefixCacheInfo),
+    "status": (lambda status: status.value, Status),
+    "stop_reason": (lambda reason: reason.value, StopReason),
+}
+"""Fields that are not plain MessagePack values: (to the wire, from the wire)."""
+
+
+# --- framing -------------------------------------------------------------------------------------
+def _pack(record: dict[str, Any], what: str) -> bytes:
+    try:
+        packed = msgpack.packb(record, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"{what}: a value has no wire form: {error}") from None
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def _open(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        record = msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"{what}: not a record: {type(error).__name__} {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("v"), int):
+        raise WireError(f"{what}: not a record of Rollstream (no version)")
+    if record["v"] > WIRE_VERSION:
+        raise WireError(
+            f"{what}: wire version {record['v']} is newer than {WIRE_VERSION}; upgrade this side"
+        )
+    return record

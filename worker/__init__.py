@@ -1,0 +1,1 @@
+"""The rollout worker: leases members, runs their trajectories, judges full groups."""

@@ -1,0 +1,1 @@
+"""Filters: pure functions over a `GroupView`."""

@@ -1,0 +1,79 @@
+"""Sampling parameters of a call, and the seed that makes it repeatable.
+
+Owns `Sampling`, `call_seed` and the list of parameters that leave the distribution. Never talks to
+an engine: each engine names these in its own words. Invariant: `Sampling` is the *effective* set,
+so what `Call.sampling` records is what the engine was asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rollstream.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The effective parameters of one request."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 1024
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 is all."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def with_overrides(self, overrides: dict[str, Any]) -> Sampling:
+        """Return these parameters with a prompt's or an environment's own.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        unknown = sorted(set(overrides) - _NAMES)
+        if unknown:
+            raise ConfigError(f"unknown sampling parameter {unknown[0]!r}; known: {sorted(_NAMES)}")
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items()
+        }
+        return replace(self, **values)
+
+    def off_distribution(self) -> list[str]:
+        """Return the parameters under which log-probs are not those of the sampled distribution."""
+        return [name for name, plain in _ON_DISTRIBUTION.items() if getattr(self, name) != plain]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `Call.sampling` records: plain values, lists for tuples."""
+        plain = {name: getattr(self, name) for name in _ORDER}
+        plain["stop"], plain["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
+        return plain
+
+
+_ORDER = tuple(f.name for f in fields(Sampling))
+_NAMES = frozenset(_ORDER)
+_ON_DISTRIBUTION: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+
+
+def call_seed(run_seed: int, group_index: int | str, member: int, turn: int) -> int:
+    """Return the seed of one call: the same under retry and resume, different for every member.
+
+    Unit: 31 bits, so that every engine takes it.
+    """
+    text = f"{run_seed}:{group_index}:{member}:{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") & 0x7FFFFFFF

@@ -1,0 +1,1 @@
+"""Tokens: renderers, trajectories and the merge. Does no I/O."""

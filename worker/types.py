@@ -1,0 +1,261 @@
+"""The seams of the worker: what an engine, a renderer, a tool and a generate function are.
+
+Owns the protocols and the small records that cross them. Never implements one.
+Invariant: token ids cross a seam as int32 arrays, and text never comes back from an engine.
+
+Axes: L all tokens of a trajectory so far, C sampled tokens of one reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias
+
+from rollstream.group import Trajectory
+from rollstream.sample import LogProbs, Message, PrefixCacheInfo, Sample, Span, SpecInfo, TokenIds
+
+from .sampling import Sampling
+
+
+class Finish(StrEnum):
+    """Why an engine stopped sampling."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """The rendered prompt of a group, shared by its members.
+
+    `json` is the ids as comma-separated decimals without brackets: a request body is a join of
+    such pieces, so the prefix is encoded once however long the trajectory gets.
+    """
+
+    ids: TokenIds
+    json: bytes
+
+
+@dataclass(slots=True)
+class RequestIds:
+    """The token ids of one request, as pieces of JSON that the engine client joins."""
+
+    pieces: Sequence[bytes]
+    """Comma-separated decimals without brackets; join with b",". Empty pieces do not occur."""
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Completion:
+    """One engine reply, validated, as arrays."""
+
+    ids: TokenIds
+    """[C] what the engine sampled, end token included."""
+    log_probs: LogProbs
+    """[C] of the same ids, finite."""
+    json: bytes
+    """The ids as comma-separated decimals (empty for C = 0), ready to extend a request prefix."""
+    finish: Finish
+    versions: list[tuple[int, int, int]]
+    """[(weight version, start, end)] over 0..C, covering it."""
+    engine: str
+    rid: str
+    matched: int | str | None = None
+    """Stop id or stop string that ended it."""
+    cache: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec: SpecInfo = field(default_factory=SpecInfo)
+    logprob_mode: str = "temperature"
+
+
+class Engine(Protocol):
+    """Something that continues token ids: one server, or a pool of them behind one face."""
+
+    async def generate(
+        self,
+        prompt: RequestIds,
+        sampling: Sampling,
+        *,
+        routing_key: str,
+        version: int,
+        deadline_s: float | None = None,
+    ) -> Completion:
+        """Sample a continuation of `prompt`; a new rid for every try.
+
+        Args:
+            prompt: all tokens held so far.
+            sampling: the effective parameters; `max_new_tokens` is at least 1.
+            routing_key: calls of one trajectory, and members of one group, share it.
+            version: the weight version current at dispatch.
+            deadline_s: seconds that all tries together may take.
+
+        Raises:
+            EngineFault: after the retries that its class allows.
+        """
+        ...
+
+    async def probe(self) -> bool:
+        """Return whether at least one server answers."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        ...
+
+
+class ProblemKind(StrEnum):
+    """What was wrong with a tool call that the model wrote."""
+
+    INVALID_JSON = "invalid_json"
+    UNCLOSED = "unclosed"
+    NO_NAME = "no_name"
+    BAD_ARGUMENTS = "bad_arguments"
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call as the model wrote it, in order; `problem` where it cannot be executed."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    raw: str = ""
+    """The text of the call block as decoded from its ids."""
+    problem: ProblemKind | None = None
+    problem_text: str = ""
+    """For the model: what was wrong and what is expected."""
+
+
+@dataclass(slots=True)
+class AssistantMessage:
+    """A completion parsed from its ids."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: list[ToolCall]
+    abnormal_end: bool = False
+    """The turn did not end with the family's turn-close token."""
+
+
+class Renderer(Protocol):
+    """Turns messages into ids and ids into messages, for one model family."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> TokenIds:
+        """Return the prompt ids of a conversation, generation prompt included."""
+        ...
+
+    def extend(
+        self,
+        window: TokenIds,
+        completion: TokenIds,
+        new_messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> TokenIds:
+        """Return only the ids to append behind `completion` for the next request.
+
+        Args:
+            window: the tail of what the engine saw, from the last turn-close token on (or all).
+            completion: what it sampled since; never changed.
+            new_messages: tool, user or system messages.
+            tools: as rendered in the prompt.
+
+        Raises:
+            MergeFault: the family's template cannot be extended here.
+        """
+        ...
+
+    def parse(self, completion: TokenIds, prompt_tail: TokenIds) -> AssistantMessage:
+        """Parse one reply from its ids alone."""
+        ...
+
+    def encode(self, text: str) -> TokenIds:
+        """Encode plain text; control strings in it do not become control ids."""
+        ...
+
+    def decode(self, ids: TokenIds) -> str:
+        """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
+        ...
+
+
+class Tool(Protocol):
+    """A tool that the model may call."""
+
+    name: str
+    spec: dict[str, Any]
+    """OpenAI's JSON: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+    async def __call__(self, arguments: dict[str, Any]) -> Any:
+        """Run it; text, or anything that `worker.tools` turns into text."""
+        ...
+
+
+class SpanRecorder(Protocol):
+    """Collects spans of one trajectory; a no-op in evaluation."""
+
+    def record(
+        self, name: str, turn: int, start_unix_s: float, duration_s: float, outcome: str = "ok"
+    ) -> None:
+        """Add one span."""
+        ...
+
+    @property
+    def spans(self) -> list[Span]:
+        """What was recorded, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of one trajectory, in tokens unless named otherwise."""
+
+    max_turns: int
+    max_context: int
+    """Prompt and response together may never exceed it."""
+    max_response: int | None = None
+    """Everything after the first prompt, sampled or observed."""
+    max_seq_len: int | None = None
+    """Turns that end beyond it are cut before the merge."""
+    tool_timeout_s: float = 30.0
+    tool_output_chars: int = 16384
+    execute_last_turn: bool = False
+
+
+@dataclass(slots=True)
+class GenerateInput:
+    """Everything that a generate function gets."""
+
+    sample: Sample
+    """Pending: ids, prompt, label, metadata, sampling are set; tokens are empty."""
+    sampling: Sampling
+    """Of the group; `turn_seed` gives each call's seed."""
+    engine: Engine
+    renderer: Renderer
+    tools: Mapping[str, Tool]
+    spans: SpanRecorder
+    deadline: float
+    """`time.monotonic()` by which it must have returned; it is cancelled then."""
+    prompt: PromptIds
+    """The rendered prompt, shared by the group's members."""
+    limits: Limits
+    version: Callable[[], int]
+    """The weight version that this worker knows as current."""
+    turn_seed: Callable[[int], int]
+    """Turn → seed; the same under retry and resume."""
+    evaluation: bool = False
+
+
+@dataclass(slots=True)
+class GenerateOutput:
+    """What a generate function returns; the type of `samples` alone decides the shape."""
+
+    samples: Trajectory
+
+
+GenerateFunction: TypeAlias = Callable[[GenerateInput], Awaitable[GenerateOutput]]
