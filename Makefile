@@ -22,7 +22,8 @@ $(VENV)/.stamp: requirements.lock pyproject.toml
 	@touch $@
 
 $(VOCAB): examples/vocabulary.py | $(VENV)/.stamp
-	@$(PY) -W ignore -m examples.vocabulary $(dir $@) >/dev/null
+	@$(PY) -W ignore -m examples.vocabulary $(dir $@) >/dev/null 2>&1 \
+	  || $(PY) -m examples.vocabulary $(dir $@)
 
 demo: setup            ## a whole run on this machine, with a summary at the end
 	@$(PY) -m examples.demo $(ARGS)

@@ -38,8 +38,6 @@ class RedisTable(Table):
     """A file that holds the URL (a mounted secret); wins over `url`."""
     ca: Path | None = None
     """CA certificate for `rediss://`."""
-    sentinel: str | None = None
-    """`master@host:port,host:port`; the URL then gives the credentials only."""
     connect_timeout_s: float = Field(5.0, gt=0)
 
 
@@ -55,7 +53,8 @@ class ModelTable(Table):
 class EngineTable(Table):
     """The inference engines."""
 
-    kind: Literal["sglang", "vllm", "hf", "sim"] = "sglang"
+    kind: Literal["sglang", "sim"] = "sglang"
+    """`sim` is the simulated engine, which speaks SGLang's protocol."""
     urls: tuple[str, ...] = ()
     request_timeout_s: float = Field(600.0, gt=0)
     connect_timeout_s: float = Field(5.0, gt=0)
@@ -108,10 +107,8 @@ class RewardTable(Table):
 
 
 class EnvTable(Table):
-    """A named mix of source, tools, reward and filters."""
+    """A named mix of generate function, tools, reward and filters; rows name theirs."""
 
-    source: str = ""
-    weight: float = Field(1.0, gt=0)
     n_samples_per_prompt: int = Field(8, ge=1, le=4096)
     generate: str = "multi_turn"
     max_turns: int = Field(8, ge=1)
@@ -174,9 +171,7 @@ class AggregatorTable(Table):
     """Usable members that a group needs; None is all n."""
     group_timeout_s: float = Field(0.0, ge=0)
     """Deadline of a group from its first lease; 0 is none."""
-    on_truncated: Literal["keep", "mask", "drop"] = "keep"
     on_filter_error: Literal["drop", "stop"] = "drop"
-    keep_when_insufficient: bool = False
     std_threshold: float = Field(1e-6, ge=0)
 
 
@@ -185,17 +180,6 @@ class WeightsTable(Table):
 
     max_staleness: int = Field(-1, ge=-1)
     """Versions; -1 is unbounded."""
-    on_stale: Literal["drop", "requeue", "deliver"] = "drop"
-    partial: bool = False
-    mask_offpolicy: bool = False
-
-
-class GatewayTable(Table):
-    """The chat server for black-box agents."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)
-    public_url: str | None = None
 
 
 class RqTable(Table):
@@ -237,7 +221,6 @@ class Settings(Table):
     aggregator: AggregatorTable = AggregatorTable()
     weights: WeightsTable = WeightsTable()
     reward: RewardTable = RewardTable()
-    gateway: GatewayTable = GatewayTable()
     rq: RqTable = RqTable()
     telemetry: TelemetryTable = TelemetryTable()
     debug: DebugTable = DebugTable()
@@ -248,7 +231,6 @@ class Settings(Table):
             return dict(self.env)
         return {
             "default": EnvTable(
-                source=self.producer.source,
                 n_samples_per_prompt=self.producer.n_samples_per_prompt,
                 generate=self.worker.generate,
                 max_turns=self.worker.max_turns,

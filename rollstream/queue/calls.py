@@ -1,0 +1,399 @@
+"""Every script call, typed: how its arguments are written and its answer is read.
+
+Owns the calling convention between Python and the scripts. Never talks to a server: an executor
+(`Queue` for asyncio, `BlockingQueue` for the trainer) runs what these functions describe, alone
+or many in one round trip. Invariant: what a repeated call answers stands in the script's header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from rollstream.errors import DropReason, MemberReason, Report
+
+T = TypeVar("T")
+Arg = bytes | str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall(Generic[T]):
+    """One call of one script."""
+
+    script: str
+    args: tuple[Arg, ...]
+    parse: Callable[[Any], T]
+
+
+# --- answers -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to run one member until its deadline."""
+
+    group_index: str
+    """As Redis names it: decimal digits, or `e:…` for an evaluation."""
+    member: int
+    token: str
+    """`incarnation-callno-place`: the fence."""
+
+    @property
+    def id(self) -> str:
+        """The entry in the lease set, which `beat` names."""
+        return f"{self.group_index}:{self.member}:{self.token}"
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedMember:
+    """One member of a lease answer."""
+
+    lease: Lease
+    attempts: int
+    crashes: int
+    parked_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedGroup:
+    """The members of one group in a lease answer, with their prompt once."""
+
+    group_index: str
+    n: int
+    remaining_s: float | None
+    """Until the group's deadline; None is no deadline."""
+    prompt: bytes
+    members: list[LeasedMember]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAnswer:
+    """What `lease` answered."""
+
+    state: str
+    """`running`, or why nothing was leased: another run state, `old`, `lost`."""
+    version: int
+    control_seq: int
+    groups: list[LeasedGroup] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BeatAnswer:
+    """What `beat` answered."""
+
+    state: str
+    version: int
+    control_seq: int
+    lost: list[str]
+    """Lease ids that are no longer held; their work is to be cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The result of one member, encoded."""
+
+    lease: Lease
+    header: bytes
+    body: bytes
+    text: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on the wire, for the bound of one call."""
+        return len(self.header) + len(self.body) + len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteAnswer:
+    """What became of one completion."""
+
+    outcome: str
+    """`ok`, `dup` (landed before; a success), `fenced`, `too_large`."""
+    left: int | None = None
+    """Members of the group that have not ended, for `ok`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepAnswer:
+    """What one page of `sweep` did."""
+
+    more: bool
+    """A page was full: call again at once."""
+    expired: int = 0
+    promoted: int = 0
+    deadlines: int = 0
+    evicted: int = 0
+    aborted: int = 0
+    grace: bool = False
+    """An outage was seen less than a lease ago; nothing expires."""
+    lost: bool = False
+    """There is no such run."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateAnswer:
+    """The frontier: every id below `frontier` and every set bit is terminal."""
+
+    frontier: int
+    bitmap: bytes
+    """First byte holds id 8 * (frontier // 8), most significant bit first."""
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewindAnswer:
+    """What `rewind` did."""
+
+    taken: bool
+    frontier: int = 0
+    epoch: int = 0
+    seen: int = 0
+    """Live groups withdrawn because the checkpoint counts them as trained."""
+    beyond: int = 0
+    """Live groups withdrawn because they lie beyond the window; they come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlAnswer:
+    """The run's control words after a `control` call."""
+
+    state: str
+    version: int
+    control_seq: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditAnswer:
+    """The accounting identity in one atomic reading."""
+
+    enqueued: int
+    acked: int
+    dropped: int
+    live: int
+    problems: list[str]
+    """Empty where everything holds."""
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _one_text(answer: Any) -> str:
+    return _text(answer[0]) if isinstance(answer, list) else _text(answer)
+
+
+def _texts(answer: Any) -> list[str]:
+    return [_text(value) for value in answer]
+
+
+# --- the producer's calls ------------------------------------------------------------------------
+def open_run(schema: int, fingerprint: str, budgets: dict[str, Arg]) -> ScriptCall[list[str]]:
+    """Create the run, or find it: ["created" | "same", state] or ["mismatch", schema, fingerprint].
+
+    On "same" the budgets are set anew (a producer restarted with another capacity means it).
+    Budgets: lease_ms, cap, W, max_attempts, max_crashes, max_requeues, max_stale, max_body.
+    """
+    flat = tuple(part for item in budgets.items() for part in item)
+    return ScriptCall("open", (schema, fingerprint, *flat), _texts)
+
+
+def enqueue(
+    group_index: int | str, n: int, prompt: bytes, *, priority: int = 0, timeout_ms: int = 0
+) -> ScriptCall[str]:
+    """Add one group: `new`, `dup`, `done`, `full`, `wait`, or the state of a run that takes none."""
+    args = (group_index, n, priority, timeout_ms, prompt)
+    return ScriptCall("enqueue", args, _one_text)
+
+
+def skip(group_index: int) -> ScriptCall[str]:
+    """Make the id of a bad row terminal: `skipped`, `done`, `wait`, `dropped` (it was live)."""
+    return ScriptCall("withdraw", (group_index, "skip"), _text)
+
+
+def end_of_data(epoch: int) -> ScriptCall[str]:
+    """Say that the scan of `epoch` is complete: the run's state, `epoch` for an older one, `lost`."""
+    return ScriptCall("end", ("done", epoch), _text)
+
+
+# --- the worker's calls --------------------------------------------------------------------------
+def lease(worker: str, call_no: int, limit: int) -> ScriptCall[LeaseAnswer]:
+    """Lease up to `limit` members; call k+1 may start only after call k was answered."""
+    return ScriptCall("lease", (worker, call_no, limit), _parse_lease)
+
+
+def _parse_lease(answer: Any) -> LeaseAnswer:
+    if len(answer) < 3:
+        return LeaseAnswer(_text(answer[0]), 0, 0)
+    groups = [_parse_group(row) for row in answer[3:]]
+    return LeaseAnswer(_text(answer[0]), int(answer[1]), int(answer[2]), groups)
+
+
+def _parse_group(row: list[Any]) -> LeasedGroup:
+    gid, n, remaining, prompt = _text(row[0]), int(row[1]), int(row[2]), row[3]
+    members = [
+        LeasedMember(
+            Lease(gid, int(row[j]), _text(row[j + 1])),
+            int(row[j + 2]),
+            int(row[j + 3]),
+            int(row[j + 4]),
+        )
+        for j in range(4, len(row), 5)
+    ]
+    return LeasedGroup(gid, n, remaining / 1000 if remaining >= 0 else None, prompt, members)
+
+
+def beat(worker: str, lease_ids: Sequence[str]) -> ScriptCall[BeatAnswer]:
+    """Extend every lease in one call."""
+    return ScriptCall("beat", (worker, *lease_ids), _parse_beat)
+
+
+def _parse_beat(answer: Any) -> BeatAnswer:
+    if len(answer) < 3:
+        return BeatAnswer(_text(answer[0]), 0, 0, [])
+    return BeatAnswer(_text(answer[0]), int(answer[1]), int(answer[2]), _texts(answer[3:]))
+
+
+def complete(completions: Sequence[Completion]) -> ScriptCall[list[CompleteAnswer]]:
+    """Report ended trajectories; at most 128 members and 1 MB a call."""
+    args: list[Arg] = []
+    for c in completions:
+        args += (c.lease.group_index, c.lease.member, c.lease.token, c.header, c.body, c.text)
+    return ScriptCall("complete", tuple(args), lambda answer: [_parse_landed(a) for a in answer])
+
+
+def _parse_landed(answer: Any) -> CompleteAnswer:
+    if isinstance(answer, int):
+        return CompleteAnswer("ok", answer)
+    return CompleteAnswer(_text(answer))
+
+
+def fail(
+    lease: Lease, report: Report, reason: MemberReason, error: str, *, delay_s: float = 0.0
+) -> ScriptCall[str]:
+    """Send a member back or end it: `again`, `back`, `failed`, `fenced` (ignored by callers)."""
+    args = (
+        lease.group_index,
+        lease.member,
+        lease.token,
+        report,
+        reason,
+        error,
+        int(delay_s * 1000),
+    )
+    return ScriptCall("fail", args, _text)
+
+
+def sweep(page: int = 64) -> ScriptCall[SweepAnswer]:
+    """Move the queue clock and do one page of what came due."""
+    return ScriptCall("sweep", (page,), _parse_sweep)
+
+
+def _parse_sweep(answer: Any) -> SweepAnswer:
+    numbers = [int(value) for value in answer]
+    if numbers[0] < 0:
+        return SweepAnswer(more=False, lost=True)
+    return SweepAnswer(bool(numbers[0]), *numbers[1:6], grace=bool(numbers[6]))
+
+
+# --- the aggregator's call -----------------------------------------------------------------------
+def verdict(
+    group_index: str,
+    message_id: str,
+    *,
+    drop: DropReason | None = None,
+    detail: str = "",
+    headers: dict[int, bytes] | None = None,
+) -> ScriptCall[str]:
+    """Judge a full group: `ready`, `dropped`, or `noop` for a verdict of an earlier life.
+
+    Args:
+        group_index: as Redis names it.
+        message_id: of the entry in `full` that was judged: the fence.
+        drop: why it is dropped; None keeps it.
+        detail: of the drop, for people (`past`).
+        headers: new headers per member (group rewards).
+    """
+    args: list[Arg] = [
+        group_index,
+        message_id,
+        "keep" if drop is None else "drop",
+        drop or "",
+        detail,
+    ]
+    for member, header in (headers or {}).items():
+        args += (member, header)
+    return ScriptCall("verdict", tuple(args), _text)
+
+
+# --- the trainer's calls -------------------------------------------------------------------------
+def connect(consumer: str, number: int) -> ScriptCall[ControlAnswer]:
+    """Make `consumer` the one that may deliver, ack and rewind; `number` rises with every connect."""
+    return ScriptCall("control", ("connect", consumer, number), _parse_control)
+
+
+def set_version(version: int) -> ScriptCall[ControlAnswer]:
+    """Raise the run's weight version (never lowers it)."""
+    return ScriptCall("control", ("version", version), _parse_control)
+
+
+def _parse_control(answer: Any) -> ControlAnswer:
+    if len(answer) < 4:
+        return ControlAnswer(_text(answer[0]), 0, 0, 0)
+    return ControlAnswer(_text(answer[0]), int(answer[1]), int(answer[2]), int(answer[3]))
+
+
+def deliver(consumer: str, groups: Sequence[str]) -> ScriptCall[list[str]]:
+    """Mark groups as handed out: per group `ok`, `stale` (dropped here), `gone`; or ["taken"]."""
+    return ScriptCall("deliver", (consumer, *groups), _texts)
+
+
+def ack(consumer: str, groups: Sequence[str]) -> ScriptCall[list[str]]:
+    """Say that groups were trained on: per group `acked`, `done`, `lost`; or ["taken"]."""
+    return ScriptCall("ack", (consumer, *groups), _texts)
+
+
+def retire(consumer: str, group_index: str, reason: DropReason) -> ScriptCall[str]:
+    """Drop a group that the trainer holds: `dropped`, `gone`, `taken`."""
+    return ScriptCall("retire", (consumer, group_index, reason), _text)
+
+
+def state() -> ScriptCall[StateAnswer]:
+    """Read the frontier, atomically."""
+    return ScriptCall("state", (), lambda a: StateAnswer(int(a[0]), a[1], int(a[2])))
+
+
+def rewind(consumer: str, rewind_id: str, frontier: int, bitmap: bytes) -> ScriptCall[RewindAnswer]:
+    """Set the frontier to a checkpoint's; a repeat with the same id answers and does nothing."""
+    return ScriptCall("rewind", (consumer, rewind_id, frontier, bitmap), _parse_rewind)
+
+
+def _parse_rewind(answer: Any) -> RewindAnswer:
+    if len(answer) < 4:
+        return RewindAnswer(taken=True)
+    return RewindAnswer(False, *(int(value) for value in answer[:4]))
+
+
+# --- the operator's calls ------------------------------------------------------------------------
+def withdraw(group_index: str) -> ScriptCall[str]:
+    """Drop a live group on a user's wish: `dropped`, `gone`, `held` (the trainer has it)."""
+    return ScriptCall("withdraw", (group_index, DropReason.WITHDRAWN), _text)
+
+
+def abort_run(reason: str = "") -> ScriptCall[str]:
+    """End the run: live groups are dropped as `run_aborted` by sweeps, then it is `ended`."""
+    return ScriptCall("end", ("abort", reason), _text)
+
+
+def fail_run(reason: str) -> ScriptCall[str]:
+    """Stop the run as failed; its groups stay for inspection."""
+    return ScriptCall("end", ("fail", reason), _text)
+
+
+def audit(*, deep: bool = False) -> ScriptCall[AuditAnswer]:
+    """Prove the accounting identity (and, deep, that every member is in exactly one place)."""
+    return ScriptCall("audit", ("deep",) if deep else (), _parse_audit)
+
+
+def _parse_audit(answer: Any) -> AuditAnswer:
+    numbers = [int(value) for value in answer[:4]]
+    return AuditAnswer(*numbers, problems=_texts(answer[4:]))

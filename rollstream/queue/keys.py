@@ -1,0 +1,30 @@
+"""Names of the run's keys, all under one hash tag: one run is one Cluster slot.
+
+Owns the names that Python uses; the scripts build theirs from the same prefix. Never touches a
+server. Invariant: every key of a run begins with `rs:{run}:`.
+"""
+
+from __future__ import annotations
+
+SCHEMA = 1
+"""Version of the layout in Redis; a run of another schema is refused."""
+FULL_GROUP = "aggregators"
+READY_GROUP = "trainer"
+"""Consumer groups of the two streams."""
+READY_CONSUMER = "trainer"
+"""The one consumer of `ready`: its name is fixed, so a restart finds what is pending."""
+MAX_MEMBERS_A_CALL = 128
+MAX_COMPLETE_BYTES = 1 << 20
+"""Bounds of one `complete` call."""
+MAX_LEASE = 256
+SWEEP_PAGE = 64
+
+
+def prefix(run: str) -> str:
+    """Return the prefix of every key of `run`."""
+    return f"rs:{{{run}}}:"
+
+
+def run_of(key: str) -> str:
+    """Return the run that `key` belongs to (the inverse of `prefix`)."""
+    return key[key.index("{") + 1 : key.index("}")]
