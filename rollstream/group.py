@@ -18,6 +18,15 @@ Trajectory: TypeAlias = Sample | list[Sample]
 """What one member delivers: one scalar sample, or the leaves of a tree."""
 
 
+INDEX_STRIDE = 4096
+"""`Sample.index` is group_index * stride + member; also the largest n, so no index repeats."""
+
+
+def sample_index(group_index: int, member: int) -> int:
+    """Return the index of one member, unique in the run whatever n its group and others have."""
+    return group_index * INDEX_STRIDE + member
+
+
 @dataclass(slots=True)
 class PromptGroup:
     """One prompt to be sampled n times."""
