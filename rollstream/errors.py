@@ -2,7 +2,8 @@
 
     RollstreamError
     ├── ContractError          our bug, or a broken promise between our own parts: stop
-    ├── WireError (ValueError) a record that cannot be read: garbage, truncated, or newer than us
+    ├── WireError (ValueError) a record that cannot be read: garbage or truncated
+    │   └── WireTooNew         a record of a newer major version: upgrade this side
     ├── ConfigError (ValueError)  the user's configuration: says what, where and what to do
     ├── RunMismatch            a run of this name exists with other data or another schema
     ├── StreamError            how a GroupStream ends other than normally
@@ -35,6 +36,10 @@ class ContractError(RollstreamError):
 
 class WireError(RollstreamError, ValueError):
     """A record from Redis or a file cannot be read."""
+
+
+class WireTooNew(WireError):
+    """A record is sound, but of a newer wire version than this side knows."""
 
 
 class ConfigError(RollstreamError, ValueError):

@@ -1,6 +1,7 @@
 """The records around a group: what is asked, what filters see, what the trainer gets.
 
-Owns `PromptGroup`, `GroupView`, `FinishedGroup`. Never judges: filters and the aggregator do.
+Owns `PromptGroup`, `GroupView`, `FinishedGroup`, and a filter's answers `Keep` and `Drop`. Never
+judges: filters and the aggregator do.
 Invariant: a view and a finished group speak of MEMBERS; a trajectory with nine leaves is one.
 """
 
@@ -147,6 +148,21 @@ class GroupView:
         return [m.reward for m in self.members if m.usable and m.reward is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A filter's answer: the group may go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A filter's answer: the group is not trained on."""
+
+    reason: str
+    """A short label; a reason of the user's own is counted under `custom`."""
+    detail: str = ""
+    """For people."""
+
+
 def reward_number(reward: Reward, reward_key: str | None) -> float | None:
     """Return the number that a reward stands for, or None where it is no verdict.
 
@@ -217,6 +233,16 @@ def _reward_error(member: int, detail: str) -> Missing:
     return Missing(member, Status.FAILED, MemberReason.REWARD_ERROR.value, detail)
 
 
+@dataclass(frozen=True, slots=True)
+class EnvRule:
+    """What of an environment decides whether a member is usable; known to every process."""
+
+    reward_key: str | None = None
+    """Which entry of a reward dictionary is the reward."""
+    needs_reward: bool = True
+    """False where the trainer scores (`reward = "none"`)."""
+
+
 @dataclass(slots=True)
 class FinishedGroup:
     """A group as the trainer gets it: the usable members in order, and who is missing why."""
@@ -229,6 +255,8 @@ class FinishedGroup:
     """Current weight version minus the oldest one in the group; 0 where none is known."""
     spans: dict[str, list[float]] = field(default_factory=dict)
     """Seconds: `group_wait` per member, `ready_wait` for the group."""
+    reward_key: str | None = None
+    """Which entry of a reward dictionary is the reward (the env's `reward.key`)."""
 
     def flat(self) -> list[Sample]:
         """Return every sample, leaves of a trajectory side by side."""

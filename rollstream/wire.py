@@ -12,15 +12,15 @@ compressed and read by people and by trainers that ask for it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
 
-from rollstream.errors import Status, StopReason, WireError
-from rollstream.group import Leaf, MemberHeader, PromptGroup, Trajectory
+from rollstream.errors import Status, StopReason, WireError, WireTooNew
+from rollstream.group import EnvRule, Leaf, MemberHeader, PromptGroup, Trajectory
 from rollstream.sample import (
     ARRAY_DTYPES,
     SAMPLE_FIELDS,
@@ -40,6 +40,7 @@ _GROUP_FIELDS = frozenset({"group_index", "prompt", "label"})
 _TEXT_FIELDS = frozenset({"response"})
 _DEFAULTS = Sample()
 _BODY_FIELDS = tuple(f for f in SAMPLE_FIELDS if f not in _GROUP_FIELDS | _TEXT_FIELDS)
+_RULE_FIELDS = tuple(f.name for f in fields(EnvRule))
 _CALL_NAMES = tuple(f.name for f in fields(Call))
 _CALL_PLAIN = tuple(n for n in _CALL_NAMES if n not in ("start", "end", "versions"))
 _BODY_FIELD_SET = frozenset(_BODY_FIELDS)
@@ -67,6 +68,30 @@ def decode_prompt(data: bytes, group_index: int, n: int) -> PromptGroup:
     if "prompt" not in known:
         raise WireError(f"prompt of group {group_index}: the field 'prompt' is missing")
     return PromptGroup(group_index=group_index, n=n, **known)
+
+
+def encode_envs(rules: Mapping[str, EnvRule]) -> bytes:
+    """Return the record of every environment's rule, which the producer stores with the run."""
+    envs = {name: {n: getattr(rule, n) for n in _RULE_FIELDS} for name, rule in rules.items()}
+    return _pack({"v": WIRE_VERSION, "envs": envs}, "envs")
+
+
+def decode_envs(data: bytes | None) -> dict[str, EnvRule]:
+    """Return what `encode_envs` was given; a run without the record has no rules.
+
+    Raises:
+        WireError: not a record of ours, or a newer one.
+    """
+    if not data:
+        return {}
+    record = _open(data, "envs")
+    try:
+        return {
+            name: EnvRule(**{n: rule[n] for n in _RULE_FIELDS if n in rule})
+            for name, rule in record["envs"].items()
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise WireError(f"envs: {error!r}") from None
 
 
 # --- one member's result -------------------------------------------------------------------------
@@ -319,7 +344,7 @@ def _open(data: bytes, what: str) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("v"), int):
         raise WireError(f"{what}: not a record of Rollstream (no version)")
     if record["v"] > WIRE_VERSION:
-        raise WireError(
+        raise WireTooNew(
             f"{what}: wire version {record['v']} is newer than {WIRE_VERSION}; upgrade this side"
         )
     return record
