@@ -1,0 +1,227 @@
+"""Every metric of a worker, declared in one place, and how observations reach it.
+
+Owns the Prometheus registry, the label values and the accumulators. Never does I/O, never raises
+into a rollout: an unknown label value is counted as `other`. Invariant: all children exist from
+the start (a rate over a series that appears late is wrong), no label carries an id, a prompt, a
+URL or an error text, and a worker has at most `MAX_SERIES` series.
+
+The hot path adds to plain counters and lists; `flush`, once a second, moves them to Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+from typing import TypeVar
+
+import prometheus_client as prom
+
+from rollstream.errors import STATUS_OF, DropReason, StopReason
+from rollstream.sample import Sample
+
+from .spans import SPAN_NAMES
+
+K = TypeVar("K")
+
+MAX_SERIES = 400
+MAX_ENV_LABELS = 4
+"""Environments with series of their own; further ones are counted as `other`."""
+MAX_ENGINE_LABELS = 8
+OTHER = "other"
+
+SECONDS_BUCKETS = (
+    .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1200, 1800, 3600,
+)  # fmt: skip
+LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+TOKEN_KINDS = ("prompt", "cached", "sampled", "tool", "trainable", "discarded")
+ENGINE_OUTCOMES = ("ok", "retried", "refused", "aborted", "fault")
+KEPT = "ready"
+_AGGREGATOR_REASONS = (
+    DropReason.ZERO_STD,
+    DropReason.NO_ABORTED,
+    DropReason.RANGE,
+    DropReason.MIN_OK,
+    DropReason.LENGTH,
+    DropReason.CUSTOM,
+    DropReason.SHORT_GROUP,
+    DropReason.DEADLINE,
+    DropReason.TOO_LARGE,
+    DropReason.FILTER_ERROR,
+)
+
+
+class Metrics:
+    """The metrics of one worker process."""
+
+    def __init__(self, *, version: str, wire: int, envs: Iterable[str], engines: int = 0) -> None:
+        prom.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = prom.CollectorRegistry()
+        named = sorted(set(envs))
+        self._envs = frozenset(named[:MAX_ENV_LABELS])
+        self._env_labels = [*sorted(self._envs), *([OTHER] if named[MAX_ENV_LABELS:] else [])]
+        self._engine_labels = [str(i) for i in range(min(engines, MAX_ENGINE_LABELS))]
+        self._declare(version, wire)
+        self._samples: Tally[tuple[str, StopReason]] = Tally()
+        self._groups: Tally[tuple[str, str, str]] = Tally()
+        self._turns: Tally[str] = Tally()
+        self._tokens: Tally[str] = Tally()
+        self._spans: dict[str, list[float]] = {name: [] for name in SPAN_NAMES}
+        self._lags: list[float] = []
+        self._last_totals: dict[prom.Counter, float] = {}
+
+    def _declare(self, version: str, wire: int) -> None:
+        registry = self.registry
+        info = prom.Info(
+            "rollout_build", "Version of the worker and of its wire", registry=registry
+        )
+        info.info({"version": version, "wire": str(wire)})
+        self.samples_total = prom.Counter(
+            "rollout_samples", "Trajectories that ended", ["env", "status", "reason"],
+            registry=registry,
+        )  # fmt: skip
+        self.groups_total = prom.Counter(
+            "rollout_groups", "Full groups judged", ["env", "outcome", "reason"], registry=registry
+        )
+        self.turns_total = prom.Counter(
+            "rollout_turns", "Engine calls of ended trajectories", ["env"], registry=registry
+        )
+        self.tokens_total = prom.Counter(
+            "rollout_tokens", "Tokens of ended trajectories", ["kind"], registry=registry
+        )
+        self.span_seconds = prom.Histogram(
+            "rollout_span_duration_seconds", "Parts of a trajectory", ["span"],
+            buckets=SECONDS_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.inflight = prom.Gauge(
+            "rollout_inflight_samples", "Leased samples of this worker", registry=registry
+        )
+        self.concurrency_limit = prom.Gauge(
+            "rollout_concurrency_limit", "Slots of this worker", registry=registry
+        )
+        self.engine_up = prom.Gauge(
+            "rollout_engine_up", "1 where the engine answers", ["engine"], registry=registry
+        )
+        self.engine_requests_total = prom.Counter(
+            "rollout_engine_requests", "Requests to engines", ["engine", "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.leases_reclaimed_total = prom.Counter(
+            "rollout_leases_reclaimed", "Expired leases that this worker's sweeps took back",
+            registry=registry,
+        )  # fmt: skip
+        self.fenced_results_total = prom.Counter(
+            "rollout_fenced_results", "Late results that the queue refused", registry=registry
+        )
+        self.heartbeat_failures_total = prom.Counter(
+            "rollout_heartbeat_failures", "Beats that Redis did not answer", registry=registry
+        )
+        self.loop_lag = prom.Histogram(
+            "rollout_event_loop_lag_seconds", "How late the event loop runs what is due",
+            buckets=LAG_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._bind_children()
+
+    def _bind_children(self) -> None:
+        envs = self._env_labels
+        self._sample_children = {
+            (env, reason): self.samples_total.labels(env, STATUS_OF[reason].value, reason.value)
+            for env in envs
+            for reason in StopReason
+        }
+        outcomes = [(KEPT, "")] + [("dropped", reason.value) for reason in _AGGREGATOR_REASONS]
+        self._group_children = {
+            (env, outcome, reason): self.groups_total.labels(env, outcome, reason)
+            for env in envs
+            for outcome, reason in outcomes
+        }
+        self._turn_children = {env: self.turns_total.labels(env) for env in envs}
+        self._token_children = {kind: self.tokens_total.labels(kind) for kind in TOKEN_KINDS}
+        self._span_children = {name: self.span_seconds.labels(name) for name in SPAN_NAMES}
+        for engine in self._engine_labels:
+            self.engine_up.labels(engine).set(0)
+            for outcome in ENGINE_OUTCOMES:
+                self.engine_requests_total.labels(engine, outcome)
+
+    # --- the hot path ----------------------------------------------------------------------------
+    def sample_ended(
+        self, env: str, reason: StopReason, leaves: Iterable[Sample], *, delivered: bool
+    ) -> None:
+        """Count one trajectory: its ending, turns, tokens and spans."""
+        env = env if env in self._envs else OTHER
+        tokens = self._tokens
+        self._samples[env, reason] += 1
+        for sample in leaves:
+            sampled = sample.num_sampled
+            self._turns[env] += len(sample.calls)
+            tokens["prompt"] += sample.prefix_cache_info.total_prompt_tokens
+            tokens["cached"] += sample.prefix_cache_info.cached_tokens
+            tokens["sampled"] += sampled
+            tokens["tool"] += sample.response_length - sampled
+            if delivered:
+                tokens["trainable"] += sample.effective_response_length
+            else:
+                tokens["discarded"] += sampled
+            for span in sample.spans:
+                self.span(span.name, span.duration_s)
+
+    def span(self, name: str, duration_s: float) -> None:
+        """Keep one duration until the next flush."""
+        kept = self._spans.get(name)
+        if kept is not None:
+            kept.append(duration_s)
+
+    def group_judged(self, env: str, drop: DropReason | None) -> None:
+        """Count one verdict."""
+        env = env if env in self._envs else OTHER
+        if drop is None:
+            self._groups[env, KEPT, ""] += 1
+        else:
+            self._groups[env, "dropped", drop.value] += 1
+
+    def lag(self, seconds: float) -> None:
+        """Keep one reading of how late the loop was."""
+        self._lags.append(max(0.0, seconds))
+
+    # --- once a second ---------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Move what was accumulated to Prometheus."""
+        _move(self._samples, self._sample_children)
+        _move(self._groups, self._group_children)
+        _move(self._turns, self._turn_children)
+        _move(self._tokens, self._token_children)
+        for name, values in self._spans.items():
+            observe = self._span_children[name].observe
+            for value in values:
+                observe(value)
+            values.clear()
+        for value in self._lags:
+            self.loop_lag.observe(value)
+        self._lags.clear()
+
+    def engine_state(self, engine: int, *, up: bool, totals: dict[str, int]) -> None:
+        """Publish one engine's state; `totals` are the client's own running counts by outcome."""
+        label = str(engine)
+        if label not in self._engine_labels:
+            return
+        self.engine_up.labels(label).set(1 if up else 0)
+        for outcome, total in totals.items():
+            known = outcome if outcome in ENGINE_OUTCOMES else "fault"
+            child = self.engine_requests_total.labels(label, known)
+            child.inc(max(0.0, total - self._last_totals.get(child, 0.0)))
+            self._last_totals[child] = float(total)
+
+    def num_series(self) -> int:
+        """Return how many series a scrape has."""
+        return sum(len(metric.samples) for metric in self.registry.collect())
+
+    def render(self) -> bytes:
+        """Return the exposition text."""
+        return prom.generate_latest(self.registry)
+
+
+def _move(tally: Tally[K], children: dict[K, prom.Counter]) -> None:
+    for key, count in tally.items():
+        child = children.get(key)
+        if child is not None:
+            child.inc(count)
+    tally.clear()

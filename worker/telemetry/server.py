@@ -1,0 +1,80 @@
+"""The worker's HTTP face: `/metrics`, `/healthz`, `/readyz`.
+
+Owns the listening socket. Never decides health: it asks the two functions it was given.
+Invariant: `/healthz` speaks of this process alone (alive, loop lag), `/readyz` of what it needs
+(Redis and one engine), so an engine outage never makes an orchestrator restart workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from .metrics import Metrics
+
+PORTS_TRIED = 64
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Checks = Callable[[], Awaitable[dict[str, bool]]]
+
+
+class TelemetryServer:
+    """Serves one worker's telemetry."""
+
+    def __init__(self, metrics: Metrics, *, lag_s: Callable[[], float], ready: Checks) -> None:
+        self._metrics, self._lag_s, self._ready = metrics, lag_s, ready
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen on `port`, else on the next free one (0 takes any); return which.
+
+        Raises:
+            OSError: none of `PORTS_TRIED` ports is free.
+        """
+        app = web.Application()
+        app.router.add_get("/metrics", self._serve_metrics)
+        app.router.add_get("/healthz", self._serve_health)
+        app.router.add_get("/readyz", self._serve_ready)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        listener = _listen(host, port)
+        self.port = listener.getsockname()[1]
+        await web.SockSite(self._runner, listener).start()
+        return self.port
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        # A scrape walks every series in Python: off the loop, where rollouts are waiting.
+        body = await asyncio.to_thread(self._metrics.render)
+        return web.Response(body=body, headers={"Content-Type": _CONTENT_TYPE})
+
+    async def _serve_health(self, request: web.Request) -> web.Response:
+        return _json(200, {"alive": True, "loop_lag_s": round(self._lag_s(), 4)})
+
+    async def _serve_ready(self, request: web.Request) -> web.Response:
+        checks = await self._ready()
+        return _json(200 if all(checks.values()) else 503, checks)
+
+
+def _json(status: int, body: object) -> web.Response:
+    return web.Response(status=status, text=json.dumps(body), content_type="application/json")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    tried = range(port, min(port + PORTS_TRIED, 65536)) if port else (0,)
+    last: OSError | None = None
+    for candidate in tried:
+        try:
+            return socket.create_server((host, candidate), backlog=128)
+        except OSError as error:
+            last = error
+    raise OSError(f"no free port from {port} on {host}: {last}")
