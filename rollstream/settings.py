@@ -15,17 +15,22 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from rollstream.errors import ConfigError
+
+URL_SCHEMES = ("redis://", "rediss://", "unix://")
+
 
 class Table(BaseModel):
     """A table of the configuration: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunTable(Table):
     """Which run this process belongs to."""
 
     name: str = Field("demo", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the run: every key in Redis lies under it."""
     seed: int = 0
     """Seed of the run; every call's sampling seed is a hash of it."""
 
@@ -34,11 +39,20 @@ class RedisTable(Table):
     """Where Redis or Valkey is."""
 
     url: SecretStr = SecretStr("redis://127.0.0.1:6379")
+    """`redis://`, `rediss://` or `unix://`, with user and password where there are any."""
     url_file: Path | None = None
     """A file that holds the URL (a mounted secret); wins over `url`."""
     ca: Path | None = None
     """CA certificate for `rediss://`."""
     connect_timeout_s: float = Field(5.0, gt=0)
+    """How long one connection attempt may take."""
+
+    @field_validator("url")
+    @classmethod
+    def _check(cls, value: SecretStr) -> SecretStr:
+        if not value.get_secret_value().startswith(URL_SCHEMES):
+            raise ValueError(f"a URL that starts with one of {', '.join(URL_SCHEMES)}")
+        return value
 
 
 class ModelTable(Table):
@@ -47,7 +61,9 @@ class ModelTable(Table):
     tokenizer: str = ""
     """A `tokenizer.json`, or the folder that holds one."""
     renderer: str = "qwen3"
+    """The chat format's family, by its name in `renderers`."""
     max_context_tokens: int = Field(32768, ge=1)
+    """What the engine's model takes, prompt and response together."""
 
 
 class EngineTable(Table):
@@ -56,38 +72,55 @@ class EngineTable(Table):
     kind: Literal["sglang", "sim"] = "sglang"
     """`sim` is the simulated engine, which speaks SGLang's protocol."""
     urls: tuple[str, ...] = ()
+    """Root URLs of the engines."""
     request_timeout_s: float = Field(600.0, gt=0)
+    """How long one request may take."""
     connect_timeout_s: float = Field(5.0, gt=0)
+    """How long one connection attempt may take."""
     max_retries: int = Field(4, ge=0)
     """How often one call is tried again, elsewhere where there is another engine."""
     retry_backoff_s: float = Field(0.2, gt=0)
     """First wait before a retry; doubles with jitter up to `retry_backoff_max_s`."""
     retry_backoff_max_s: float = Field(5.0, gt=0)
+    """The longest wait between two tries."""
     abort_wait_s: float = Field(2.0, ge=0)
     """How long a retry waits for the partial reply of the call that it aborted."""
     probe_interval_s: float = Field(2.0, gt=0)
+    """How often an engine is asked whether it is there."""
 
     @field_validator("urls", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
-            value = [url for url in value.split(",") if url]
-        return tuple(url.rstrip("/") for url in value)
+            value = value.split(",")
+        if not isinstance(value, list | tuple):
+            return value
+        urls = [url.strip().rstrip("/") if isinstance(url, str) else url for url in value]
+        for url in urls:
+            if isinstance(url, str) and url and not url.startswith(("http://", "https://")):
+                raise ValueError(f"URLs that start with http:// or https://, not {url!r}")
+        return tuple(url for url in urls if url)
 
 
 class SamplingTable(Table):
     """The distribution that the engines sample from."""
 
     temperature: float = Field(1.0, ge=0)
+    """Of training samples; a row or an environment may have its own."""
     max_new_tokens: int = Field(1024, ge=1)
     """Cap of one reply (the per-turn cap)."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Cap of everything after the first prompt, sampled or observed."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 the log-probs are not those of the sampled distribution."""
     top_k: int = -1
+    """-1 is all; anything else needs `allow_off_distribution`."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """Above 0 needs `allow_off_distribution`."""
     stop: tuple[str, ...] = ()
+    """Texts that end a reply."""
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a reply, beside the chat format's own."""
     allow_off_distribution: bool = False
     """Permit parameters under which log-probs no longer are those of the sampled distribution."""
 
@@ -102,6 +135,7 @@ class RewardTable(Table):
     isolated: tuple[str, ...] = ("math_verify",)
     """Rewards that run in a process of their own, through the verifier."""
     timeout_s: float = Field(30.0, gt=0)
+    """How long one reward may take."""
     isolated_share: float = Field(0.0, ge=0, le=1)
     """Share of samples that `math_verify` scores, isolated, in place of `kind`."""
 
@@ -110,14 +144,21 @@ class EnvTable(Table):
     """A named mix of generate function, tools, reward and filters; rows name theirs."""
 
     n_samples_per_prompt: int = Field(8, ge=1, le=4096)
+    """Samples of each prompt; default `producer.n_samples_per_prompt`."""
     generate: str = "multi_turn"
+    """`single_turn`, `multi_turn` or a dotted path; default `worker.generate`."""
     max_turns: int = Field(8, ge=1)
+    """Engine calls a trajectory may make; default `worker.max_turns`."""
     tools: tuple[str, ...] = ()
+    """Tools of the environment, as in `worker.tools` (its default)."""
     reward: RewardTable = RewardTable()
+    """How its samples are scored; each key's default is that of `[reward]`."""
     filters: tuple[str, ...] = ()
+    """Filters of its groups, in order; default `aggregator.filters`."""
     sampling: dict[str, Any] = Field(default_factory=dict)
+    """Its own sampling parameters, over those of `[sampling]`."""
     execute_last_turn: bool = False
-    """Run the calls of the last permitted turn, as the reference does (conformance 20)."""
+    """Run the calls of the last permitted turn too; default `worker.execute_last_turn`."""
 
 
 class ProducerTable(Table):
@@ -126,53 +167,78 @@ class ProducerTable(Table):
     source: str = ""
     """`jsonl:PATH` or `reasoning_gym:NAME?size=…&seed=…`."""
     n_samples_per_prompt: int = Field(8, ge=1, le=4096)
+    """Samples of each prompt; a row may have its own `n`."""
     epochs: int = Field(1, ge=1)
-    shuffle_seed: int | None = None
+    """How often every row is used."""
+    shuffle_seed: int | None = Field(None, ge=0)
     """None keeps the order of the file."""
     capacity_groups: int = Field(512, ge=1)
     """How many groups may be live at once: the back-pressure."""
     on_bad_row: Literal["error", "skip"] = "error"
+    """`error` stops before anything is enqueued where it can; `skip` counts the row and goes on."""
     keys: dict[str, str] = Field(default_factory=dict)
     """Renamed columns: {our name: the file's name}."""
     max_prompt_tokens: int | None = Field(None, ge=1)
+    """Prompts whose text has more tokens (of `model.tokenizer`) are skipped and counted."""
     progress: bool = True
+    """A bar on a terminal, a line every few seconds elsewhere."""
+    stay: bool = True
+    """Stay after the end of data: a trainer that restarts from an older checkpoint needs prompts
+    again. False ends the process there."""
 
 
 class WorkerTable(Table):
     """One worker process."""
 
     concurrency: int = Field(256, ge=1, le=8192)
+    """Samples that run at once in one process."""
     generate: str = "multi_turn"
+    """`single_turn`, `multi_turn`, `pkg.module:name` or `PATH.py:name`."""
     max_turns: int = Field(8, ge=1)
+    """Engine calls that a trajectory may make."""
     tools: tuple[str, ...] = ()
+    """Built-in tools, or `pkg.module:name`, `PATH.py:name`."""
     tool_timeout_s: float = Field(30.0, gt=0)
+    """How long one tool call may take."""
     tool_output_chars: int = Field(16384, ge=64)
+    """Longer tool results are cut."""
     sample_timeout_s: float = Field(3600.0, gt=0)
+    """How long one sample may take."""
     max_seq_len: int | None = Field(None, ge=1)
+    """Longest trajectory in tokens; none is `model.max_context_tokens`."""
     execute_last_turn: bool = False
+    """Run the calls of the last permitted turn too; off, they are recorded."""
     lease_s: float = Field(15.0, ge=0.5)
+    """After how long without a beat a member is taken from its worker."""
     max_attempts: int = Field(3, ge=1)
+    """How often a member may fail before it fails for good."""
     max_crashes: int = Field(4, ge=1)
+    """How often its lease may expire before it counts as poison."""
     retry_delay_s: float = Field(0.5, ge=0)
     """First wait before a failed member is leased again; doubles per attempt, with jitter."""
     max_body_bytes: int = Field(16 << 20, ge=1024)
+    """Largest result of one member; a larger one is `too_large`."""
     drain_s: float = Field(20.0, ge=0)
     """How long SIGTERM waits for samples in flight before it gives them back."""
     fail_after_groups: int = Field(20, ge=1)
     """Refused groups in a row, without one success, that end the run as failed."""
     role: Literal["all", "rollout", "aggregator"] = "all"
+    """`all` generates and aggregates; the others do one of both."""
 
 
 class AggregatorTable(Table):
     """When a full group is delivered."""
 
     filters: tuple[str, ...] = ("no_aborted", "reward_nonzero_std")
+    """Dynamic filters over full groups, in order."""
     min_samples: int | None = Field(None, ge=1)
     """Usable members that a group needs; None is all n."""
     group_timeout_s: float = Field(0.0, ge=0)
     """Deadline of a group from its first lease; 0 is none."""
     on_filter_error: Literal["drop", "stop"] = "drop"
+    """What a filter that raises does: `drop` its group, or `stop` the run."""
     std_threshold: float = Field(1e-6, ge=0)
+    """Rewards whose deviation is not above it are `zero_std`."""
 
 
 class WeightsTable(Table):
@@ -186,23 +252,29 @@ class RqTable(Table):
     """Where the isolated rewards' jobs go; empty is the run's Redis."""
 
     url: SecretStr | None = None
+    """Redis of the jobs of isolated rewards; none is `redis.url`."""
 
 
 class TelemetryTable(Table):
     """Metrics and logs."""
 
     metrics_host: str = "0.0.0.0"
+    """Address that `/metrics`, `/healthz` and `/readyz` listen on."""
     metrics_port: int = Field(9400, ge=0, le=65535)
     """A port in use takes the next free one and says so; 0 takes any."""
     log_format: Literal["json", "console"] = "json"
+    """`json` for machines, `console` for a person."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is written."""
 
 
 class DebugTable(Table):
     """What is recorded for people."""
 
     messages: bool = False
+    """Keep the messages of every sample in its metadata."""
     dump_dir: Path | None = None
+    """Finished samples are kept here as JSON lines."""
     wire_dir: Path | None = None
     """Every engine request and reply is kept here byte for byte, for the auditor."""
 
@@ -226,23 +298,45 @@ class Settings(Table):
     debug: DebugTable = DebugTable()
 
     def envs(self) -> dict[str, EnvTable]:
-        """Return every environment; the flat keys are `default` where no table is given."""
-        if self.env:
-            return dict(self.env)
-        return {
-            "default": EnvTable(
-                n_samples_per_prompt=self.producer.n_samples_per_prompt,
-                generate=self.worker.generate,
-                max_turns=self.worker.max_turns,
-                tools=self.worker.tools,
-                reward=self.reward,
-                filters=self.aggregator.filters,
-                execute_last_turn=self.worker.execute_last_turn,
-            )
-        }
+        """Return every environment; what one does not set itself is the flat key's value.
+
+        Without `env` tables the flat keys are the one environment `default`.
+        """
+        flat = EnvTable(
+            n_samples_per_prompt=self.producer.n_samples_per_prompt,
+            generate=self.worker.generate,
+            max_turns=self.worker.max_turns,
+            tools=self.worker.tools,
+            reward=self.reward,
+            filters=self.aggregator.filters,
+            execute_last_turn=self.worker.execute_last_turn,
+        )
+        if not self.env:
+            return {"default": flat}
+        return {name: _over(flat, table) for name, table in self.env.items()}
 
     def redis_url(self) -> str:
-        """Return the URL, read from `url_file` where one is given."""
-        if self.redis.url_file is not None:
-            return self.redis.url_file.read_text().strip()
-        return self.redis.url.get_secret_value()
+        """Return the URL, read from `url_file` where one is given.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no URL.
+        """
+        path = self.redis.url_file
+        if path is None:
+            return self.redis.url.get_secret_value()
+        try:
+            url = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"redis.url_file {path} cannot be read: {error}") from None
+        if not url.startswith(URL_SCHEMES):
+            raise ConfigError(f"redis.url_file {path} holds no URL of {', '.join(URL_SCHEMES)}")
+        return url
+
+
+def _over(flat: EnvTable, table: EnvTable) -> EnvTable:
+    """Return `flat` with what `table` itself was given."""
+    given = {name: getattr(table, name) for name in table.model_fields_set}
+    if "reward" in given:
+        own = {name: getattr(table.reward, name) for name in table.reward.model_fields_set}
+        given["reward"] = flat.reward.model_copy(update=own)
+    return flat.model_copy(update=given)
