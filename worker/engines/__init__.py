@@ -1,1 +1,40 @@
-"""Placeholder."""
+"""Inference engines: one client per protocol, and a pool that hides which one answers.
+
+`create_engine` is the way in. Nothing heavy is imported before it is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollstream.settings import Settings
+
+    from .pool import EnginePool
+
+
+def create_engine(settings: Settings, *, max_token_id: int) -> EnginePool:
+    """Return the engines of `[engine]`; inside a running event loop, without any I/O yet.
+
+    Args:
+        settings: `engine`, `debug.wire_dir`.
+        max_token_id: the highest id of the vocabulary; a reply with a higher one is a fault.
+
+    Raises:
+        ConfigError: no URL, one that is none, or the same twice.
+    """
+    from .pool import EnginePool, RetryPolicy
+
+    engine = settings.engine
+    policy = RetryPolicy(
+        max_retries=engine.max_retries,
+        backoff_s=engine.retry_backoff_s,
+        backoff_max_s=engine.retry_backoff_max_s,
+        request_timeout_s=engine.request_timeout_s,
+        connect_timeout_s=engine.connect_timeout_s,
+        abort_wait_s=engine.abort_wait_s,
+        probe_interval_s=engine.probe_interval_s,
+    )
+    return EnginePool(
+        engine.urls, max_token_id=max_token_id, policy=policy, wire_dir=settings.debug.wire_dir
+    )

@@ -1,0 +1,122 @@
+"""One SGLang request as bytes: a head, the ids as they already lie in memory, and two brackets.
+
+Owns the words in which SGLang is asked. Never does I/O, and never encodes ids: the caller holds
+them as JSON pieces. Invariant: what `Sampling` says is what is asked for, in SGLang's names, and no
+key that SGLang would refuse is ever sent.
+
+    {"sampling_params":{…},"return_logprob":true,…,"rid":"…","routing_key":"…","input_ids":[1,2,3]}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollstream.sample import UNKNOWN_VERSION
+
+from ..sampling import Sampling
+from ..types import RequestIds
+
+ROUTING_HEADER = "x-smg-routing-key"
+"""Read by SGLang's router (policies manual and consistent_hashing)."""
+
+_SGLANG_DEFAULTS: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "stop": (),
+    "stop_token_ids": (),
+}
+"""Sent only where they differ; `temperature` and `max_new_tokens` (default 128 there) always."""
+_FIXED: dict[str, Any] = {
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "no_stop_trim": True,
+}
+_FLAGS = b',"return_logprob":true,"return_routed_experts":false,"return_indexer_topk":false,'
+_ENCODER = msgspec.json.Encoder()
+
+
+def new_rid() -> str:
+    """Return a request id of 32 hex digits: SGLang aborts by prefix, so all have one length."""
+    return os.urandom(16).hex()
+
+
+class RequestWriter:
+    """Writes heads of requests; what a group's calls have in common is encoded once."""
+
+    def __init__(self) -> None:
+        self._prefixes: dict[tuple[Any, ...], bytes] = {}
+
+    def head(
+        self, sampling: Sampling, *, rid: str, routing_key: str, salt: int = UNKNOWN_VERSION
+    ) -> bytes:
+        """Return everything in front of the ids.
+
+        Args:
+            sampling: the effective parameters.
+            rid: of this try.
+            routing_key: any text.
+            salt: the weight version that the prefix cache is salted with; unknown is no salt.
+        """
+        extra = b"" if salt == UNKNOWN_VERSION else b',"extra_key":"v%d"' % salt
+        return b'%b"max_new_tokens":%d,"sampling_seed":%d}%b"stream":false,"rid":"%b",' % (
+            self._prefix(sampling),
+            sampling.max_new_tokens,
+            sampling.seed,
+            _FLAGS,
+            rid.encode(),
+        ) + b'"routing_key":%b%b,"input_ids":[' % (_ENCODER.encode(routing_key), extra)
+
+    def _prefix(self, sampling: Sampling) -> bytes:
+        key = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            sampling.min_p,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            sampling.repetition_penalty,
+            sampling.min_new_tokens,
+            sampling.stop,
+            sampling.stop_token_ids,
+        )
+        prefix = self._prefixes.get(key)
+        if prefix is None:
+            if len(self._prefixes) >= _MAX_PREFIXES:
+                self._prefixes.clear()
+            prefix = self._prefixes[key] = _encode_prefix(sampling)
+        return prefix
+
+
+_MAX_PREFIXES = 1024
+"""Prompts may carry sampling parameters of their own; the cache stays bounded whatever they do."""
+
+
+def _encode_prefix(sampling: Sampling) -> bytes:
+    words: dict[str, Any] = {"temperature": sampling.temperature}
+    for name, default in _SGLANG_DEFAULTS.items():
+        value = getattr(sampling, name)
+        if value != default:
+            words[name] = value
+    return b'{"sampling_params":' + _ENCODER.encode({**words, **_FIXED})[:-1] + b","
+
+
+TAIL = b"]}"
+
+
+def body_bytes(head: bytes, prompt: RequestIds) -> bytes:
+    """Return the whole body."""
+    return b"".join((head, b",".join(prompt.pieces), TAIL))
+
+
+def body_length(head: bytes, pieces: Sequence[bytes]) -> int:
+    """Return how long `body_bytes` is, without making it."""
+    return len(head) + sum(map(len, pieces)) + max(0, len(pieces) - 1) + len(TAIL)
