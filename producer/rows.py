@@ -1,0 +1,224 @@
+"""From a row to a prompt group: every check that a prompt passes before it is enqueued.
+
+Owns the columns and what each may hold. Never reads a file, never talks to Redis. Invariant: a
+group that comes out has a wire form, a configured environment and parameters that training
+allows; whatever has not is a `BadRow` that says where and why.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.errors import ConfigError, WireError
+from rollstream.group import INDEX_STRIDE, PromptGroup
+from rollstream.wire import encode_prompt
+
+from .sources import BadRow, Row
+
+COLUMNS = ("prompt", "label", "metadata", "tools", "n", "sampling", "env")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_Check = Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """What rows are read by."""
+
+    samples_per_prompt: Mapping[str, int]
+    """{environment: n where the row has none}."""
+    keys: Mapping[str, str]
+    """{our name: the file's name}."""
+    allow_off_distribution: bool = False
+    timeout_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse renamed columns that do not exist.
+
+        Raises:
+            ConfigError: a name of ours that is none.
+        """
+        for name in self.keys:
+            if name not in COLUMNS:
+                near = difflib.get_close_matches(name, COLUMNS, 1)
+                hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(COLUMNS)}"
+                raise ConfigError(f"producer.keys: {name!r} is no column of ours; {hint}")
+
+    def group(self, row: Row, group_index: int) -> tuple[PromptGroup, bytes]:
+        """Return the group of a row, and its record for the wire.
+
+        Raises:
+            BadRow: with where and why.
+        """
+        reader = _Reader(row, self)
+        env = reader.env()
+        group = PromptGroup(
+            group_index=group_index,
+            n=reader.n(self.samples_per_prompt[env]),
+            prompt=reader.prompt(),
+            label=reader.column("label"),
+            tools=reader.tools(),
+            metadata=reader.an_object("metadata"),
+            sampling=reader.sampling(),
+            env=env,
+            timeout_s=self.timeout_s,
+        )
+        try:
+            return group, encode_prompt(group)
+        except WireError as error:
+            reason = str(error).partition(": ")[2]
+            raise BadRow(row.where, reason) from None
+
+    def unused(self, rows: Iterable[Row]) -> list[str]:
+        """Return the columns of `rows` that nothing reads: usually more data, rarely a typo."""
+        read = {self.keys.get(name, name) for name in COLUMNS}
+        return sorted({name for row in rows for name in row.values} - read)
+
+
+class _Reader:
+    """One row while it is read."""
+
+    def __init__(self, row: Row, rules: RowRules) -> None:
+        self._row, self._rules = row, rules
+
+    def column(self, name: str) -> Any:
+        return self._row.values.get(self._rules.keys.get(name, name))
+
+    def bad(self, name: str, reason: str) -> BadRow:
+        theirs = self._rules.keys.get(name, name)
+        renamed = f" ({name})" if theirs != name else ""
+        return BadRow(self._row.where, f"{theirs}{renamed}: {reason}")
+
+    def prompt(self) -> Any:
+        value = self.column("prompt")
+        if value is None:
+            have = ", ".join(list(self._row.values)[:8]) or "none"
+            raise self.bad("prompt", f"missing; the row has {have} (producer.keys renames columns)")
+        if isinstance(value, str):
+            if not value:
+                raise self.bad("prompt", "empty")
+            return value
+        if not isinstance(value, list):
+            raise self.bad("prompt", "expected text or a list of messages")
+        if not value:
+            raise self.bad("prompt", "an empty list of messages")
+        for place, message in enumerate(value):
+            problem = _message_problem(message)
+            if problem:
+                raise self.bad("prompt", f"message {place}: {problem}")
+        return value
+
+    def env(self) -> str:
+        value, known = self.column("env"), self._rules.samples_per_prompt
+        if value is None:
+            if "default" in known:
+                return "default"
+            if len(known) == 1:
+                return next(iter(known))
+            raise self.bad("env", f"missing; the configured ones are {', '.join(known)}")
+        if not isinstance(value, str) or value not in known:
+            raise self.bad("env", f"{value!r} is not configured; there is {', '.join(known)}")
+        return value
+
+    def n(self, default: int) -> int:
+        value = self.column("n")
+        if value is None:
+            return default
+        if not _is_int(value) or not 1 <= value <= INDEX_STRIDE:
+            raise self.bad("n", f"{value!r}: expected a whole number from 1 to {INDEX_STRIDE}")
+        return int(value)
+
+    def tools(self) -> list[dict[str, Any]] | None:
+        value = self.column("tools")
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.bad("tools", "expected a list of tool specifications")
+        for place, tool in enumerate(value):
+            function = tool.get("function") if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise self.bad(
+                    "tools", f'tool {place}: expected {{"type": "function", "function": {{"name"…}}'
+                )
+        return value
+
+    def an_object(self, name: str) -> dict[str, Any]:
+        value = self.column(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.bad(name, "expected an object")
+        return value
+
+    def sampling(self) -> dict[str, Any]:
+        value = self.an_object("sampling")
+        for name, given in value.items():
+            rule = SAMPLING.get(name)
+            if rule is None:
+                near = difflib.get_close_matches(name, SAMPLING, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SAMPLING)}"
+                raise self.bad("sampling", f"unknown parameter {name!r}; {hint}")
+            if not rule.check(given):
+                raise self.bad("sampling", f"{name} = {given!r}: expected {rule.expected}")
+            allowed = self._rules.allow_off_distribution or rule.plain in (given, ANY)
+            if not allowed:
+                raise self.bad(
+                    "sampling",
+                    f"{name} = {given!r} leaves the sampled distribution; training groups may "
+                    "vary temperature only (sampling.allow_off_distribution permits it)",
+                )
+        return value
+
+
+def _message_problem(message: Any) -> str:
+    if not isinstance(message, dict):
+        return "expected an object with role and content"
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        return f"role {role!r} is not one of {', '.join(ROLES)}"
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return ""
+    if content is None:
+        return "content is missing"
+    return "content is not text (other kinds are not supported)"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list_of(kind: type) -> _Check:
+    return lambda value: isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+ANY = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    check: _Check
+    expected: str
+    plain: Any = ANY
+    """The one value that leaves the distribution as it is; ANY where each does."""
+
+
+SAMPLING: dict[str, _Parameter] = {
+    "temperature": _Parameter(lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
+    "max_new_tokens": _Parameter(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1"),
+    "stop": _Parameter(_is_list_of(str), "a list of texts"),
+    "stop_token_ids": _Parameter(_is_list_of(int), "a list of whole numbers"),
+    "top_p": _Parameter(lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]", 1.0),
+    "top_k": _Parameter(lambda v: _is_int(v) and (v == -1 or v >= 1), "-1 or at least 1", -1),
+    "min_p": _Parameter(lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1", 0.0),
+    "frequency_penalty": _Parameter(_is_number, "a number", 0.0),
+    "presence_penalty": _Parameter(_is_number, "a number", 0.0),
+    "repetition_penalty": _Parameter(lambda v: _is_number(v) and v > 0, "a number above 0", 1.0),
+    "min_new_tokens": _Parameter(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more", 0),
+}
+"""What a row may ask of the engine; the worker applies it over the run's own parameters."""

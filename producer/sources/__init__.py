@@ -1,0 +1,105 @@
+"""Where rows come from: one table of schemes, one protocol.
+
+Owns the closed table `SCHEMES` and what a source promises. Never turns a row into a group: that
+is `producer.rows`. Invariant: row k of a source is the same row for the whole run, so the
+fingerprint stands for all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollstream.errors import ConfigError
+
+
+class BadRow(ConfigError):
+    """A row cannot be a prompt group.
+
+    Attributes:
+        where: file and line, or the source's own words.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where, self.reason = where, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as the source has it."""
+
+    where: str
+    """For people: `prompts.jsonl:17`."""
+    values: dict[str, Any]
+
+
+class Source(Protocol):
+    """Rows by number."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Short and readable: the scheme and a hash of everything that decides the rows."""
+        ...
+
+    @property
+    def num_checked(self) -> int:
+        """How many rows (from 0) are cheap enough to be checked before anything is enqueued."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def row(self, number: int) -> Row:
+        """Return row `number`.
+
+        Raises:
+            BadRow: it cannot be read.
+            ConfigError: the source itself is not what it was when it was opened.
+        """
+        ...
+
+
+def open_source(spec: str) -> Source:
+    """Open `scheme:rest`.
+
+    Raises:
+        ConfigError: no source, an unknown scheme, or what the source says is wrong with it.
+    """
+    scheme, colon, rest = spec.partition(":")
+    if not spec:
+        raise ConfigError(
+            "producer.source is empty: give jsonl:PATH or reasoning_gym:NAME?size=…&seed=…"
+        )
+    opener = SCHEMES.get(scheme)
+    if opener is None or not colon or not rest:
+        near = difflib.get_close_matches(scheme, SCHEMES, 1)
+        hint = f"; did you mean {near[0]}:…?" if near and opener is None else ""
+        raise ConfigError(
+            f"producer.source = {spec!r}: expected jsonl:PATH or "
+            f"reasoning_gym:NAME?size=…&seed=…{hint}"
+        )
+    return opener(rest)
+
+
+def _open_jsonl(rest: str) -> Source:
+    from .jsonl import JsonlSource
+
+    return JsonlSource(rest)
+
+
+def _open_reasoning_gym(rest: str) -> Source:
+    from .gym import GymSource  # imports reasoning_gym, which takes most of a second
+
+    return GymSource(rest)
+
+
+SCHEMES: dict[str, Callable[[str], Source]] = {
+    "jsonl": _open_jsonl,
+    "reasoning_gym": _open_reasoning_gym,
+}
+"""Closed on purpose: a source runs in the producer, so data never names one."""
