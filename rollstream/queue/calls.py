@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rollstream.errors import DropReason, MemberReason, Report
+from rollstream.errors import DropReason, MemberReason, Report, RunLost
 
 T = TypeVar("T")
 Arg = bytes | str | int | float
+MAX_ERROR_CHARS = 2000
+"""Of a member's error that is kept for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +156,19 @@ class RewindAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ControlAnswer:
-    """The run's control words after a `control` call."""
+    """The run's control words after a `control` or `present` call."""
 
     state: str
+    """A run state, `lost` (no such run) or `unknown` (no such operation)."""
     version: int
     control_seq: int
     epoch: int
+    consumer: str = ""
+    """Token of the trainer that is connected."""
+    connects: int = 0
+    """Number of its connect."""
+    rewind_id: str = ""
+    """Of the latest rewind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +209,27 @@ def open_run(schema: int, fingerprint: str, budgets: dict[str, Arg]) -> ScriptCa
 def enqueue(
     group_index: int | str, n: int, prompt: bytes, *, priority: int = 0, timeout_ms: int = 0
 ) -> ScriptCall[str]:
-    """Add one group: `new`, `dup`, `done`, `full`, `wait`, or the state of a run that takes none."""
+    """Add one group: `new`, `dup`, `done`, `full`, `wait`, or the state of a run that takes none.
+
+    `full` is also the answer when the server's memory is; `lost` when there is no such run.
+    """
     args = (group_index, n, priority, timeout_ms, prompt)
     return ScriptCall("enqueue", args, _one_text)
 
 
 def skip(group_index: int) -> ScriptCall[str]:
-    """Make the id of a bad row terminal: `skipped`, `done`, `wait`, `dropped` (it was live)."""
+    """Make the id of a bad row terminal: `skipped`, `done`, `wait`, `lost`.
+
+    Where a group of that id lives after all it is `dropped`, or `held` while the trainer has it.
+    """
     return ScriptCall("withdraw", (group_index, "skip"), _text)
 
 
 def end_of_data(epoch: int) -> ScriptCall[str]:
-    """Say that the scan of `epoch` is complete: the run's state, `epoch` for an older one, `lost`."""
+    """Say that the scan of `epoch` is complete.
+
+    Answers the run's state, `epoch` where it is another epoch by now, or `lost`.
+    """
     return ScriptCall("end", ("done", epoch), _text)
 
 
@@ -271,15 +289,8 @@ def fail(
     lease: Lease, report: Report, reason: MemberReason, error: str, *, delay_s: float = 0.0
 ) -> ScriptCall[str]:
     """Send a member back or end it: `again`, `back`, `failed`, `fenced` (ignored by callers)."""
-    args = (
-        lease.group_index,
-        lease.member,
-        lease.token,
-        report,
-        reason,
-        error,
-        int(delay_s * 1000),
-    )
+    text, delay_ms = error[:MAX_ERROR_CHARS], int(delay_s * 1000)
+    args = (lease.group_index, lease.member, lease.token, report, reason, text, delay_ms)
     return ScriptCall("fail", args, _text)
 
 
@@ -292,7 +303,16 @@ def _parse_sweep(answer: Any) -> SweepAnswer:
     numbers = [int(value) for value in answer]
     if numbers[0] < 0:
         return SweepAnswer(more=False, lost=True)
-    return SweepAnswer(bool(numbers[0]), *numbers[1:6], grace=bool(numbers[6]))
+    more, expired, promoted, deadlines, evicted, aborted, grace = numbers
+    return SweepAnswer(
+        more=bool(more),
+        expired=expired,
+        promoted=promoted,
+        deadlines=deadlines,
+        evicted=evicted,
+        aborted=aborted,
+        grace=bool(grace),
+    )
 
 
 # --- the aggregator's call -----------------------------------------------------------------------
@@ -327,8 +347,38 @@ def verdict(
 
 # --- the trainer's calls -------------------------------------------------------------------------
 def connect(consumer: str, number: int) -> ScriptCall[ControlAnswer]:
-    """Make `consumer` the one that may deliver, ack and rewind; `number` rises with every connect."""
+    """Make `consumer` the one that may deliver, ack and rewind.
+
+    `number` is one more than the `connects` that was read before; a number that is not higher
+    changes nothing. Where the answer's `consumer` is not the caller's, another one connected:
+    a new trainer tries again with its number + 1, an older one was taken over. A later answer
+    with `connects` below the caller's own number tells that the server lost its last second.
+    """
     return ScriptCall("control", ("connect", consumer, number), _parse_control)
+
+
+def pause(mode: str = "keep") -> ScriptCall[ControlAnswer]:
+    """Lease nothing more until `resume`; deadlines stand still."""
+    return ScriptCall("control", ("pause", mode), _parse_control)
+
+
+def resume() -> ScriptCall[ControlAnswer]:
+    """End a pause."""
+    return ScriptCall("control", ("resume",), _parse_control)
+
+
+def set_budget(name: str, value: int) -> ScriptCall[ControlAnswer]:
+    """Change one budget of `open_run`; the answer's state is `unknown` for any other name."""
+    return ScriptCall("control", ("set", name, value), _parse_control)
+
+
+def present(role: str, name: str, *, leaving: bool = False) -> ScriptCall[ControlAnswer]:
+    """Say that a process lives, or leaves; role is `worker`, `producer` or `aggregator`.
+
+    Workers are present by `lease` and `beat` already. Whoever is not seen for four leases of the
+    queue clock is forgotten.
+    """
+    return ScriptCall("present", (role, name, "leaving" if leaving else "here"), _parse_control)
 
 
 def set_version(version: int) -> ScriptCall[ControlAnswer]:
@@ -339,7 +389,16 @@ def set_version(version: int) -> ScriptCall[ControlAnswer]:
 def _parse_control(answer: Any) -> ControlAnswer:
     if len(answer) < 4:
         return ControlAnswer(_text(answer[0]), 0, 0, 0)
-    return ControlAnswer(_text(answer[0]), int(answer[1]), int(answer[2]), int(answer[3]))
+    state, version, control_seq, epoch, consumer, connects, rewind_id = answer
+    return ControlAnswer(
+        state=_text(state),
+        version=int(version),
+        control_seq=int(control_seq),
+        epoch=int(epoch),
+        consumer=_text(consumer),
+        connects=int(connects),
+        rewind_id=_text(rewind_id),
+    )
 
 
 def deliver(consumer: str, groups: Sequence[str]) -> ScriptCall[list[str]]:
@@ -358,8 +417,14 @@ def retire(consumer: str, group_index: str, reason: DropReason) -> ScriptCall[st
 
 
 def state() -> ScriptCall[StateAnswer]:
-    """Read the frontier, atomically."""
-    return ScriptCall("state", (), lambda a: StateAnswer(int(a[0]), a[1], int(a[2])))
+    """Read the frontier, atomically; raises RunLost where there is no such run."""
+    return ScriptCall("state", (), _parse_state)
+
+
+def _parse_state(answer: Any) -> StateAnswer:
+    if len(answer) < 3:
+        raise RunLost("Redis holds no such run any more, so there is no frontier to read")
+    return StateAnswer(int(answer[0]), answer[1], int(answer[2]))
 
 
 def rewind(consumer: str, rewind_id: str, frontier: int, bitmap: bytes) -> ScriptCall[RewindAnswer]:
@@ -370,7 +435,8 @@ def rewind(consumer: str, rewind_id: str, frontier: int, bitmap: bytes) -> Scrip
 def _parse_rewind(answer: Any) -> RewindAnswer:
     if len(answer) < 4:
         return RewindAnswer(taken=True)
-    return RewindAnswer(False, *(int(value) for value in answer[:4]))
+    frontier, epoch, seen, beyond = (int(value) for value in answer)
+    return RewindAnswer(taken=False, frontier=frontier, epoch=epoch, seen=seen, beyond=beyond)
 
 
 # --- the operator's calls ------------------------------------------------------------------------
@@ -395,5 +461,5 @@ def audit(*, deep: bool = False) -> ScriptCall[AuditAnswer]:
 
 
 def _parse_audit(answer: Any) -> AuditAnswer:
-    numbers = [int(value) for value in answer[:4]]
-    return AuditAnswer(*numbers, problems=_texts(answer[4:]))
+    enqueued, acked, dropped, live = (int(value) for value in answer[:4])
+    return AuditAnswer(enqueued, acked, dropped, live, problems=_texts(answer[4:]))

@@ -1,0 +1,223 @@
+"""`BlockingQueue`: the synchronous executor of script calls and reads, for the trainer.
+
+Owns the connections of one process to one run, like `Queue`, whose names it has. Never decides
+anything. Invariant: one thread at a time waits; calls from several threads are safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import redis
+from redis.client import Pipeline
+from redis.retry import Retry
+
+from rollstream.queue import reads
+from rollstream.queue.calls import ScriptCall
+from rollstream.queue.connection import (
+    BACKOFF,
+    RETRIES,
+    block_ms,
+    connection_options,
+    evalsha,
+    raise_first,
+    unknown_scripts,
+    wake_s,
+)
+from rollstream.queue.keys import prefix
+from rollstream.queue.reads import Command, Delivery, Read, RunInfo, StoredGroup, StreamEntry
+from rollstream.queue.scripts import Script, load_scripts
+
+T = TypeVar("T")
+_PAGE = 100
+
+
+class BlockingQueue:
+    """One run, as the trainer and other synchronous processes see it.
+
+    Attributes:
+        run: its name.
+        prefix: of every key it has.
+        client: for commands beside the scripts; replies are bytes.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        blocking: redis.Redis,
+        run: str,
+        scripts: Mapping[str, Script] | None = None,
+    ) -> None:
+        """Use `connect` but for tests.
+
+        Args:
+            client: for calls and reads.
+            blocking: for waits; not the same pool, so that waits never starve calls.
+            run: name of the run.
+            scripts: other scripts than the package's.
+        """
+        self.run, self.prefix, self.client = run, prefix(run), client
+        self._blocking = blocking
+        self._scripts = load_scripts() if scripts is None else scripts
+
+    @classmethod
+    def connect(
+        cls, url: str, run: str, *, ca: str | None = None, connect_timeout_s: float = 5.0
+    ) -> Self:
+        """Return a queue of `run`; connects at its first call.
+
+        Errors of the connection surface there, as exceptions of redis-py.
+        """
+        options = connection_options(url, ca, connect_timeout_s)
+        client, blocking = (
+            redis.Redis.from_url(url, retry=Retry(BACKOFF, RETRIES), **options) for _ in range(2)
+        )
+        return cls(client, blocking, run)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.client.close()
+        self._blocking.close()
+
+    # --- scripts -------------------------------------------------------------------------------
+    def call(self, call: ScriptCall[T]) -> T:
+        """Run one script."""
+        return (self.call_many((call,)))[0]
+
+    def call_many(self, calls: Sequence[ScriptCall[T]]) -> list[T]:
+        """Run scripts in one round trip, in order.
+
+        Raises:
+            redis.exceptions.ResponseError: the first one of any call, after all were answered.
+        """
+        commands = [evalsha(self._scripts[c.script], self.prefix, c) for c in calls]
+        replies = self._send(commands)
+        unknown = unknown_scripts(replies)
+        if unknown:
+            self._load({calls[j].script for j in unknown})
+            again = self._send([commands[j] for j in unknown])
+            for j, reply in zip(unknown, again, strict=True):
+                replies[j] = reply
+        raise_first(replies)
+        return [c.parse(reply) for c, reply in zip(calls, replies, strict=True)]
+
+    # --- the run -------------------------------------------------------------------------------
+    def info(self) -> RunInfo | None:
+        """Return what the run is; None where it was never opened, or is gone."""
+        return self._read(reads.info(self.prefix, self.run))
+
+    def counters(self) -> dict[str, int]:
+        """Return the run's counters."""
+        return self._read(reads.counters(self.prefix))
+
+    def depths(self) -> dict[str, int]:
+        """Return members in q d s l and groups in full, ready, delivered, live."""
+        return self._read(reads.depths(self.prefix))
+
+    def presence(self) -> dict[str, int]:
+        """Return how many workers, producers and aggregators were seen within four leases."""
+        return self._read(reads.presence(self.prefix))
+
+    def past(self, count: int = 1000) -> list[dict[str, Any]]:
+        """Return the last drops, newest first."""
+        return self._read(reads.past(self.prefix, count))
+
+    # --- waits ---------------------------------------------------------------------------------
+    def wait_bell(self, timeout_s: float) -> bool:
+        """Wait until work arrived, half a second at most; False where nobody rang."""
+        return self._wait(reads.pop_wake(self.prefix, "bell", wake_s(timeout_s)))
+
+    def wait_room(self, timeout_s: float) -> bool:
+        """Wait until capacity came free, half a second at most; False where nobody rang."""
+        return self._wait(reads.pop_wake(self.prefix, "room", wake_s(timeout_s)))
+
+    def read_control(self, last_id: str, *, block_s: float) -> tuple[str, list[dict[str, str]]]:
+        """Return control entries (`op`, `arg`) behind `last_id`, and the id to read on from.
+
+        Args:
+            last_id: `$` begins behind the newest entry there is now.
+            block_s: how long to wait for one.
+        """
+        if last_id == "$":
+            last_id = self._read(reads.control_tail(self.prefix))
+        return self._wait(reads.read_control(self.prefix, last_id, block_ms(block_s)))
+
+    # --- groups --------------------------------------------------------------------------------
+    def read_full(self, consumer: str, *, count: int, block_s: float) -> list[StreamEntry]:
+        """Take full groups to judge; nobody else gets them until they idled."""
+        return self._wait(reads.read_full(self.prefix, consumer, count, block_ms(block_s)))
+
+    def claim_full(self, consumer: str, *, idle_s: float, count: int) -> list[StreamEntry]:
+        """Take over full groups that another aggregator took and did not judge in time."""
+        entries: list[StreamEntry] = []
+        start = "0-0"
+        while len(entries) < count:
+            start, page = self._read(
+                reads.claim_page(self.prefix, consumer, int(idle_s * 1000), start, _PAGE)
+            )
+            entries += page
+            if start == "0-0":
+                break
+        entries = entries[:count]
+        if not entries:
+            return []
+        return self._read(reads.pending_counts(self.prefix, entries))
+
+    def headers(
+        self, entries: Sequence[StreamEntry], *, prompts: bool = False
+    ) -> list[StoredGroup]:
+        """Return groups without their bodies, in one round trip."""
+        ids = [(entry.group_index, entry.n) for entry in entries]
+        return self._read(reads.groups(self.prefix, ids, prompts=prompts, bodies=False))
+
+    def groups(self, ids: Sequence[tuple[str, int]], *, text: bool = False) -> list[StoredGroup]:
+        """Return groups by (id, n) with prompt and bodies, in one round trip."""
+        return self._read(reads.groups(self.prefix, ids, text=text))
+
+    def deliver_and_fetch(
+        self, consumer: str, entries: Sequence[StreamEntry], *, text: bool = False
+    ) -> Delivery:
+        """Take groups in hand and fetch them, in one round trip."""
+        read = reads.deliver_and_fetch(self.prefix, consumer, entries, text=text)
+        commands = [evalsha(self._scripts["deliver"], self.prefix, read.call), *read.commands]
+        replies = self._send(commands)
+        if unknown_scripts(replies):
+            self._load({"deliver"})
+            replies = self._send(commands)
+        raise_first(replies)
+        return read.parse(replies)
+
+    def read_ready(self, *, count: int, block_s: float) -> list[StreamEntry]:
+        """Take new ready groups for the trainer."""
+        return self._wait(reads.read_ready(self.prefix, count, block_ms(block_s)))
+
+    def pending_ready(self, after_id: str = "0", *, count: int = 100) -> list[StreamEntry]:
+        """Page through what the trainer took and did not ack, behind `after_id`."""
+        return self._read(reads.pending_ready(self.prefix, after_id, count))
+
+    # --- round trips ---------------------------------------------------------------------------
+    def _read(self, read: Read[T]) -> T:
+        if not read.commands:
+            return read.parse([])
+        replies = self._send(read.commands)
+        raise_first(replies)
+        return read.parse(replies)
+
+    def _wait(self, read: Read[T]) -> T:
+        replies = self._send(read.commands, self._blocking)
+        raise_first(replies)
+        return read.parse(replies)
+
+    def _load(self, names: set[str]) -> None:
+        commands = [("SCRIPT LOAD", self._scripts[name].source) for name in sorted(names)]
+        raise_first(self._send(commands))
+
+    def _send(self, commands: Sequence[Command], client: redis.Redis | None = None) -> list[Any]:
+        """Send commands in one round trip; errors of single commands stand among the replies."""
+        pool = (client or self.client).connection_pool
+        # No response callbacks: replies stay as they are on the wire.
+        with Pipeline(pool, {}, transaction=False, shard_hint=None) as pipeline:
+            for command in commands:
+                pipeline.pipeline_execute_command(*command)
+            return pipeline.execute(raise_on_error=False)

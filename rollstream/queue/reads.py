@@ -1,0 +1,438 @@
+"""What processes read of a run beside the scripts: plain commands, and records of their answers.
+
+Owns the records (`RunInfo`, `StreamEntry`, `StoredGroup`) and which commands fill them. Never does
+I/O: an executor sends `Read.commands` in one round trip and hands the replies to `Read.parse`.
+Invariant: a read changes nothing but the pending lists of the two streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from rollstream.queue.calls import Arg, ScriptCall, deliver
+from rollstream.queue.keys import FULL_GROUP, READY_CONSUMER, READY_GROUP
+
+T = TypeVar("T")
+Command = tuple[Arg, ...]
+_FAILED = b"x:"
+"""What the end of a member that failed for good begins with; a result's is its lease token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Generic[T]):
+    """Commands of one round trip, and how their replies are read."""
+
+    commands: tuple[Command, ...]
+    parse: Callable[[list[Any]], T]
+
+
+# --- records -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """The hash `m`: what a run is and where it stands."""
+
+    run: str
+    schema: int
+    fingerprint: str
+    state: str
+    """`running`, `paused`, `aborting`, `ended` or `failed`."""
+    epoch: int
+    version: int
+    capacity: int
+    window: int
+    lease_s: float
+    max_attempts: int
+    max_crashes: int
+    max_stale: int
+    """-1: groups never get stale."""
+    max_body_bytes: int
+    frontier: int
+    done: bool
+    """The producer has enqueued everything there is (of this epoch)."""
+    delivered: int
+    """Groups that the trainer holds without having acked them."""
+    error: str
+    """Why it was aborted or failed."""
+    control_seq: int
+    connects: int
+    """Number of the latest connect of a trainer."""
+    consumer: str
+    """Token of that trainer."""
+    rewind_id: str
+    """Of the latest rewind; empty where there was none."""
+    clock_ms: int
+    """The queue clock at the latest sweep."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEntry:
+    """One entry of `full` or `ready`: a reference to a group."""
+
+    message_id: str
+    group_index: str
+    n: int
+    deliveries: int = 1
+    """How often it was handed out, this time included."""
+
+    @property
+    def unix_s(self) -> float:
+        """When it was written, on the server's clock."""
+        return stream_unix_s(self.message_id)
+
+
+@dataclass(slots=True)
+class StoredGroup:
+    """A group as Redis holds it; `state` is empty where it holds none of that id."""
+
+    group_index: str
+    n: int
+    state: str = ""
+    prompt: bytes | None = None
+    headers: list[bytes | None] = field(default_factory=list)
+    errors: list[tuple[str, str] | None] = field(default_factory=list)
+    """Per member (reason, text) where the queue ended it."""
+    bodies: list[bytes | None] = field(default_factory=list)
+    """Empty where bodies were not asked for."""
+    texts: list[bytes | None] = field(default_factory=list)
+    """Empty where texts were not asked for."""
+    why: str = ""
+    """Reason of the first member that failed for good."""
+    full_id: str = ""
+    ready_id: str = ""
+    version_at_lease: int = -1
+    """Weight version when its first member was leased; -1 before."""
+
+    @property
+    def full_unix_s(self) -> float:
+        """When its last member ended, on the server's clock; 0.0 before."""
+        return stream_unix_s(self.full_id)
+
+    @property
+    def ready_unix_s(self) -> float:
+        """When the aggregator kept it, on the server's clock; 0.0 before."""
+        return stream_unix_s(self.ready_id)
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What became of a `deliver`, with the groups that are in hand now."""
+
+    answers: list[str]
+    """Per entry `ok`, `stale` (dropped there) or `gone`; empty where `taken`."""
+    groups: list[StoredGroup | None]
+    """Per entry, with bodies; None where the answer is not `ok`."""
+    taken: bool = False
+    """This consumer is not (or no longer) the run's."""
+
+
+def stream_unix_s(message_id: str) -> float:
+    """Return the time that a stream id carries; 0.0 for none."""
+    return int(message_id.partition("-")[0]) / 1000 if message_id else 0.0
+
+
+# --- the run -------------------------------------------------------------------------------------
+def info(prefix: str, run: str) -> Read[RunInfo | None]:
+    """Read what the run is; None where there is no such run."""
+    return Read((("HGETALL", f"{prefix}m"),), lambda replies: _parse_info(run, replies[0]))
+
+
+def _parse_info(run: str, reply: Any) -> RunInfo | None:
+    m = {_text(name): _text(value) for name, value in _pairs(reply)}
+    if "state" not in m:
+        return None
+    return RunInfo(
+        run=run,
+        schema=int(m["schema"]),
+        fingerprint=m["fingerprint"],
+        state=m["state"],
+        epoch=int(m["epoch"]),
+        version=int(m["version"]),
+        capacity=int(m["cap"]),
+        window=int(m["W"]),
+        lease_s=int(m["lease_ms"]) / 1000,
+        max_attempts=int(m["max_attempts"]),
+        max_crashes=int(m["max_crashes"]),
+        max_stale=int(m.get("max_stale", -1)),
+        max_body_bytes=int(m["max_body"]),
+        frontier=int(m["frontier"]),
+        done=m["done"] == "1",
+        delivered=int(m["delivered"]),
+        error=m["error"],
+        control_seq=int(m["control_seq"]),
+        connects=int(m["connects"]),
+        consumer=m["consumer"],
+        rewind_id=m["rewind_id"],
+        clock_ms=int(m["clock"]),
+    )
+
+
+def counters(prefix: str) -> Read[dict[str, int]]:
+    """Read every counter of the run."""
+    return Read((("HGETALL", f"{prefix}c"),), _parse_counters)
+
+
+def _parse_counters(replies: list[Any]) -> dict[str, int]:
+    return {_text(name): int(value) for name, value in _pairs(replies[0])}
+
+
+_DEPTHS: tuple[tuple[str, str, str], ...] = (
+    ("q", "ZCARD", "q"), ("d", "ZCARD", "d"), ("s", "ZCARD", "s"), ("l", "ZCARD", "l"),
+    ("full", "XLEN", "full"), ("ready", "XLEN", "ready"), ("live", "SCARD", "gs"),
+)  # fmt: skip
+
+
+def depths(prefix: str) -> Read[dict[str, int]]:
+    """Read how much lies where: members in q d s l, groups in full, ready, delivered, live."""
+    commands: list[Command] = [(command, prefix + key) for _, command, key in _DEPTHS]
+    commands.append(("HGET", f"{prefix}m", "delivered"))
+    return Read(tuple(commands), _parse_depths)
+
+
+def _parse_depths(replies: list[Any]) -> dict[str, int]:
+    found = {name: int(reply) for (name, _, _), reply in zip(_DEPTHS, replies, strict=False)}
+    found["delivered"] = int(replies[-1] or 0)
+    # The stream keeps an entry until its ack, so that a restarted trainer finds it.
+    found["ready"] = max(0, found["ready"] - found["delivered"])
+    return found
+
+
+def presence(prefix: str) -> Read[dict[str, int]]:
+    """Read how many processes of each role were seen within four leases."""
+    sets = {"workers": "w", "producers": "wp", "aggregators": "wa"}
+    commands = tuple(("ZCARD", prefix + key) for key in sets.values())
+    return Read(commands, lambda replies: dict(zip(sets, map(int, replies), strict=True)))
+
+
+def past(prefix: str, count: int) -> Read[list[dict[str, Any]]]:
+    """Read the last drops, newest first."""
+    commands = (("XREVRANGE", f"{prefix}past", "+", "-", "COUNT", count),)
+    return Read(commands, lambda replies: [_parse_drop(entry) for entry in replies[0]])
+
+
+def _parse_drop(entry: Any) -> dict[str, Any]:
+    message_id = _text(entry[0])
+    row = {_text(name): value for name, value in _pairs(entry[1])}
+    shown = range(min(int(row["n"]), 8))
+    return {
+        "group_index": _text(row["g"]),
+        "n": int(row["n"]),
+        "reason": _text(row["reason"]),
+        "detail": _text(row["detail"]),
+        "state": _text(row["state"]),
+        "why": _text(row["why"]),
+        "unix_s": stream_unix_s(message_id),
+        "headers": [row.get(f"h{i}") for i in shown],
+        "errors": [_error(row.get(f"f{i}"), row.get(f"e{i}")) for i in shown],
+    }
+
+
+# --- groups --------------------------------------------------------------------------------------
+_GROUP_FIELDS = ("state", "n", "why", "full_id", "ready_id", "version")
+
+
+def groups(
+    prefix: str,
+    ids: Sequence[tuple[str, int]],
+    *,
+    prompts: bool = True,
+    bodies: bool = True,
+    text: bool = False,
+) -> Read[list[StoredGroup]]:
+    """Read groups by (id, n); never a whole hash, whose bodies may be large."""
+    commands: list[Command] = []
+    for gid, n in ids:
+        names = (*_GROUP_FIELDS, *(("prompt",) if prompts else ()), *_member_fields(n))
+        commands.append(("HMGET", f"{prefix}g:{gid}", *names))
+        if bodies:
+            fields = _body_fields(n, text=text)
+            commands.append(("HMGET", f"{prefix}b:{gid}", *fields))
+
+    def parse(replies: list[Any]) -> list[StoredGroup]:
+        step = 2 if bodies else 1
+        found = []
+        for j, (gid, n) in enumerate(ids):
+            group = _parse_group(gid, n, replies[step * j], prompts=prompts)
+            if bodies:
+                values = replies[step * j + 1]
+                group.bodies, group.texts = values[:n], values[n:]
+            found.append(group)
+        return found
+
+    return Read(tuple(commands), parse)
+
+
+def _member_fields(n: int) -> tuple[str, ...]:
+    return tuple(f"{kind}{i}" for kind in "hfe" for i in range(n))
+
+
+def _body_fields(n: int, *, text: bool) -> tuple[Arg, ...]:
+    bodies = tuple(range(n))
+    return (*bodies, *(f"x{i}" for i in range(n))) if text else bodies
+
+
+def _parse_group(gid: str, n: int, row: list[Any], *, prompts: bool) -> StoredGroup:
+    state, _, why, full_id, ready_id, version = row[:6]
+    at = 7 if prompts else 6
+    finals, texts = row[at + n : at + 2 * n], row[at + 2 * n : at + 3 * n]
+    return StoredGroup(
+        group_index=gid,
+        n=n,
+        state=_text(state or b""),
+        prompt=row[6] if prompts else None,
+        headers=row[at : at + n],
+        errors=[_error(final, text) for final, text in zip(finals, texts, strict=True)],
+        why=_text(why or b""),
+        full_id=_text(full_id or b""),
+        ready_id=_text(ready_id or b""),
+        version_at_lease=-1 if version is None else int(version),
+    )
+
+
+def _error(final: bytes | None, text: bytes | None) -> tuple[str, str] | None:
+    if final is None or not final.startswith(_FAILED):
+        return None
+    return _text(final[len(_FAILED) :]), (text or b"").decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverAndFetch:
+    """A `deliver` and the reads of what it hands out, for one round trip."""
+
+    call: ScriptCall[list[str]]
+    commands: tuple[Command, ...]
+    parse: Callable[[list[Any]], Delivery]
+    """Of all replies, that of the call first."""
+
+
+def deliver_and_fetch(
+    prefix: str, consumer: str, entries: Sequence[StreamEntry], *, text: bool
+) -> DeliverAndFetch:
+    """Take groups in hand and read them whole; what was not handed out is not parsed."""
+    call = deliver(consumer, [entry.group_index for entry in entries])
+    read = groups(prefix, [(entry.group_index, entry.n) for entry in entries], text=text)
+
+    def parse(replies: list[Any]) -> Delivery:
+        answers = call.parse(replies[0])
+        if answers == ["taken"]:
+            return Delivery([], [], taken=True)
+        found = read.parse(replies[1:])
+        # Between the two commands an abort may have dropped the group.
+        answers = [
+            "gone" if answer == "ok" and not group.state else answer
+            for answer, group in zip(answers, found, strict=True)
+        ]
+        held = [g if answer == "ok" else None for answer, g in zip(answers, found, strict=True)]
+        return Delivery(answers, held)
+
+    return DeliverAndFetch(call, read.commands, parse)
+
+
+# --- streams -------------------------------------------------------------------------------------
+def read_full(prefix: str, consumer: str, count: int, block_ms: int) -> Read[list[StreamEntry]]:
+    """Take new entries of `full` for one aggregator."""
+    command = _read_group(FULL_GROUP, consumer, count, block_ms, f"{prefix}full", ">")
+    return Read((command,), lambda replies: _parse_streams(replies[0]))
+
+
+def read_ready(prefix: str, count: int, block_ms: int) -> Read[list[StreamEntry]]:
+    """Take new entries of `ready` for the trainer."""
+    command = _read_group(READY_GROUP, READY_CONSUMER, count, block_ms, f"{prefix}ready", ">")
+    return Read((command,), lambda replies: _parse_streams(replies[0]))
+
+
+def pending_ready(prefix: str, after_id: str, count: int) -> Read[list[StreamEntry]]:
+    """Page through what was handed to the trainer and not acked, behind `after_id`."""
+    command = _read_group(READY_GROUP, READY_CONSUMER, count, 0, f"{prefix}ready", after_id)
+    return Read((command,), lambda replies: _parse_streams(replies[0]))
+
+
+def _read_group(
+    group: str, consumer: str, count: int, block_ms: int, key: str, after: str
+) -> Command:
+    block = ("BLOCK", block_ms) if block_ms > 0 else ()
+    return ("XREADGROUP", "GROUP", group, consumer, "COUNT", count, *block, "STREAMS", key, after)
+
+
+def claim_page(
+    prefix: str, consumer: str, idle_ms: int, start: str, count: int
+) -> Read[tuple[str, list[StreamEntry]]]:
+    """Take over entries of `full` that were handed out long ago; returns where to go on."""
+    key = f"{prefix}full"
+    command = ("XAUTOCLAIM", key, FULL_GROUP, consumer, idle_ms, start, "COUNT", count)
+    return Read((command,), lambda replies: (_text(replies[0][0]), _parse_entries(replies[0][1])))
+
+
+def pending_counts(prefix: str, entries: Sequence[StreamEntry]) -> Read[list[StreamEntry]]:
+    """Read how often each entry of `full` was handed out."""
+    key = f"{prefix}full"
+    commands: tuple[Command, ...] = tuple(
+        ("XPENDING", key, FULL_GROUP, e.message_id, e.message_id, 1) for e in entries
+    )
+
+    def parse(replies: list[Any]) -> list[StreamEntry]:
+        found = []
+        for entry, reply in zip(entries, replies, strict=True):
+            times = int(reply[0][3]) if reply else entry.deliveries
+            found.append(StreamEntry(entry.message_id, entry.group_index, entry.n, times))
+        return found
+
+    return Read(commands, parse)
+
+
+def control_tail(prefix: str) -> Read[str]:
+    """Read the id of the newest control entry, to read on from there."""
+    command = ("XREVRANGE", f"{prefix}ctl", "+", "-", "COUNT", 1)
+    return Read((command,), lambda replies: _text(replies[0][0][0]) if replies[0] else "0-0")
+
+
+def read_control(
+    prefix: str, last_id: str, block_ms: int
+) -> Read[tuple[str, list[dict[str, str]]]]:
+    """Read control entries behind `last_id`."""
+    block = ("BLOCK", block_ms) if block_ms > 0 else ()
+    command = ("XREAD", "COUNT", 64, *block, "STREAMS", f"{prefix}ctl", last_id)
+
+    def parse(replies: list[Any]) -> tuple[str, list[dict[str, str]]]:
+        found, newest = [], last_id
+        for message_id, row in _raw_entries(replies[0]):
+            newest = _text(message_id)
+            found.append({_text(name): _text(value) for name, value in _pairs(row)})
+        return newest, found
+
+    return Read((command,), parse)
+
+
+def pop_wake(prefix: str, name: str, timeout_s: float) -> Read[bool]:
+    """Wait for a token of `bell` or `room`."""
+    return Read((("BLPOP", prefix + name, timeout_s),), lambda replies: replies[0] is not None)
+
+
+def _parse_streams(reply: Any) -> list[StreamEntry]:
+    return _parse_entries(_raw_entries(reply))
+
+
+def _raw_entries(reply: Any) -> Iterable[Any]:
+    return [entry for _, entries in reply or () for entry in entries]
+
+
+def _parse_entries(entries: Iterable[Any]) -> list[StreamEntry]:
+    """Entries that were deleted while they were pending come without fields; they are skipped."""
+    found = []
+    for entry in entries:
+        if entry is not None and entry[1]:
+            row = dict(_pairs(entry[1]))
+            found.append(StreamEntry(_text(entry[0]), _text(row[b"g"]), int(row[b"n"])))
+    return found
+
+
+def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
+    """Read a flat list of names and values, or a map where the client made one of it."""
+    if isinstance(reply, dict):
+        return reply.items()
+    return zip(reply[::2], reply[1::2], strict=True)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,32 @@
+-- deliver: the trainer takes groups in hand; staleness is judged once more.
+-- argv: consumer gid*
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST
+-- group: handed_out dropped
+-- member: -
+-- answer: taken | per group: ok | stale (dropped here) | gone
+-- repeat: the same answers (gone for what was stale), nothing is written
+-- uses: ending
+permit_full_memory()
+local run = read(M, 'consumer', 'version', 'max_stale')
+if run.consumer ~= ARGV[1] then return {'taken'} end
+local answer, max_stale = {}, tonumber(run.max_stale or -1)
+
+local function hand_out(gid)
+  local g = group_key(gid)
+  local row = read(g, 'state', 'version')
+  if row.state ~= 'ready' and row.state ~= 'delivered' then return 'gone' end
+  local version = tonumber(run.version)
+  if max_stale >= 0 and version - tonumber(row.version or version) > max_stale then
+    end_group(gid, 'dropped', 'stale', 'when it was handed out')
+    return 'stale'
+  end
+  if row.state == 'ready' then
+    call('HSET', g, 'state', 'delivered')
+    call('ZREM', K .. 'age', gid)
+    call('HINCRBY', M, 'delivered', 1)
+  end
+  return 'ok'
+end
+
+for j = 2, #ARGV do answer[#answer + 1] = hand_out(ARGV[j]) end
+return answer

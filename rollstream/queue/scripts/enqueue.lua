@@ -1,0 +1,44 @@
+-- enqueue: one prompt group and its n members wait for leases.
+-- argv: gid n priority timeout_ms prompt
+-- keys: m HASH, cur STRING, g:<gid> HASH, gs SET, ge SET, q ZSET, c HASH, bell LIST
+-- creates: open queued
+-- group: -
+-- member: -
+-- answer: new | dup | done | full | wait frontier | the state of a run that takes none | lost
+-- repeat: dup (done, once the group ended), nothing is written
+-- memory: refused on purpose (the only script that is); answers full
+-- uses: wake frontier
+local PRIORITY_STEP = 1099511627776 -- 2^40 groups of one priority before the next begins
+local CHUNK = 1024
+local gid, n, priority, timeout_ms, prompt = unpack(ARGV)
+local run = read(M, 'state', 'cap', 'frontier', 'base', 'W')
+if run.state ~= 'running' and run.state ~= 'paused' then return {run.state or 'lost'} end
+local id = tonumber(gid)
+if id then
+  local frontier = tonumber(run.frontier)
+  if id >= frontier + tonumber(run.W) then return {'wait', run.frontier} end
+  if is_terminal(id, frontier, tonumber(run.base)) then return {'done'} end
+end
+local g = group_key(gid)
+if call('EXISTS', g) == 1 then return {'dup'} end
+if id and call('SCARD', K .. 'gs') >= tonumber(run.cap) then return {'full'} end
+local seq = redis.pcall('HINCRBY', M, 'seq', 1)
+if type(seq) == 'table' then
+  if string.find(seq.err, 'OOM', 1, true) then return {'full', 'memory'} end
+  return seq
+end
+local score = int(tonumber(priority) * PRIORITY_STEP + seq)
+call('HSET', g, 'n', n, 'left', n, 'state', 'open', 'score', score, 'timeout_ms', timeout_ms,
+  'prompt', prompt, 'life', 0)
+call('SADD', K .. (id and 'gs' or 'ge'), gid)
+call('HINCRBY', K .. 'c', id and 'enqueued' or 'e.enqueued', 1)
+for first = 0, n - 1, CHUNK do
+  local members = {}
+  for i = first, math.min(first + CHUNK, n) - 1 do
+    members[#members + 1] = score
+    members[#members + 1] = gid .. ':' .. i
+  end
+  call('ZADD', K .. 'q', unpack(members))
+end
+ring('bell')
+return {'new'}

@@ -1,0 +1,30 @@
+-- fail: infrastructure ended a trajectory; the member is tried again, given back, or fails for good.
+-- argv: gid member token kind(retry|final|back) reason error delay_ms
+-- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, d ZSET, full STREAM, dl ZSET, c HASH, bell LIST
+-- group: last_member_ended
+-- member: sent_back sent_back_later failed_finally
+-- answer: again | back | failed | fenced
+-- repeat: fenced, no effect
+-- uses: clock member
+local gid, i, token, kind, reason, text, delay_ms = unpack(ARGV)
+local g = group_key(gid)
+if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then return 'fenced' end
+if call('HGET', g, 'state') ~= 'open' then return 'fenced' end
+local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
+  'max_attempts')
+local delay = tonumber(delay_ms)
+local due = delay > 0 and clock_of(run) + delay or nil
+if kind == 'back' then
+  call('HINCRBY', K .. 'c', 'given_back', 1)
+  send_back(gid, g, i, due)
+  return 'back'
+end
+local attempts = call('HINCRBY', g, 'a' .. i, 1)
+call('HSET', g, 'e' .. i, text)
+call('HINCRBY', K .. 'c', 'attempts', 1)
+if kind == 'final' or attempts >= tonumber(run.max_attempts) then
+  fail_member(gid, g, i, reason, text)
+  return 'failed'
+end
+send_back(gid, g, i, due)
+return 'again'

@@ -1,0 +1,151 @@
+-- lease: a worker gets members to run, each under a token that no other call ever made.
+-- argv: worker call_no limit
+-- keys: m HASH, w ZSET, wl HASH, ws HASH, q ZSET, s ZSET, d ZSET, l ZSET, g:<gid> HASH, b:<gid> HASH, dl ZSET, age ZSET, full STREAM, c HASH, bell LIST
+-- group: last_member_ended
+-- member: leased came_due failed_finally
+-- answer: state version control_seq [gid n remaining_ms prompt (member token attempts crashes parked_bytes)*]* | old | lost
+-- repeat: the members of the last call_no that are still leased; a lower call_no is old
+-- uses: clock member
+local MAX_LEASE = 256
+local FAIR_SHARE = 8       -- members a call may always give, however many workers there are
+local PROMOTE = 256
+local MAX_SUSPECTS = 8     -- that share a worker
+local ALONE_CRASHES = 3    -- from here on a suspect is the only one of its worker
+local worker, call_no, limit = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+permit_full_memory()
+local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
+  'version', 'control_seq')
+if not run.state then return {'lost'} end
+local clock, run_clock = clock_of(run)
+call('ZADD', K .. 'w', int(clock), worker)
+
+local ids, repeated = {}, false
+local record = call('HGET', K .. 'wl', worker)
+if record then
+  local last, members = string.match(record, '^(%d+) (.*)$')
+  if call_no < tonumber(last) then return {'old'} end
+  if call_no == tonumber(last) then
+    repeated = true
+    for id in string.gmatch(members, '%S+') do ids[#ids + 1] = id end
+  end
+end
+if not repeated and run.state ~= 'running' then
+  return {run.state, run.version, run.control_seq}
+end
+
+local held, is_suspect = {}, {}  -- lease ids of suspects that this worker runs; ids taken now
+
+local function crashes_of(gid, i) return tonumber(call('HGET', group_key(gid), 'x' .. i)) or 0 end
+
+local function take_suspects()
+  local alone, taken = false, 0
+  for lease_id in string.gmatch(call('HGET', K .. 'ws', worker) or '', '%S+') do
+    if call('ZSCORE', K .. 'l', lease_id) then
+      held[#held + 1] = lease_id
+      if crashes_of(split_lease(lease_id)) >= ALONE_CRASHES then alone = true end
+    end
+  end
+  while not alone and #held + taken < MAX_SUSPECTS and #ids < limit do
+    local id = call('ZRANGE', K .. 's', 0, 0)[1]
+    if not id then break end
+    if crashes_of(split_member(id)) >= ALONE_CRASHES then
+      if #held + taken > 0 then break end
+      alone = true
+    end
+    call('ZREM', K .. 's', id)
+    ids[#ids + 1] = id
+    is_suspect[id] = true
+    taken = taken + 1
+  end
+end
+
+if not repeated then
+  promote(clock, PROMOTE)
+  local queued, suspects = call('ZCARD', K .. 'q'), call('ZCARD', K .. 's')
+  local share = math.ceil((queued + suspects) / call('ZCARD', K .. 'w'))
+  limit = math.min(limit, MAX_LEASE, math.max(FAIR_SHARE, share))
+  if suspects > 0 then take_suspects() end
+  if queued > 0 and limit > #ids then
+    local want = limit - #ids
+    local popped = call('ZPOPMIN', K .. 'q', want)
+    for j = 1, #popped, 2 do ids[#ids + 1] = popped[j] end
+    if queued > want then ring('bell') end  -- the next waiting worker
+  end
+end
+
+local groups, members_of = {}, {}
+for place, id in ipairs(ids) do
+  local gid, i = split_member(id)
+  if not members_of[gid] then
+    members_of[gid] = {}
+    groups[#groups + 1] = gid
+  end
+  local token = worker .. '-' .. call_no .. '-' .. place
+  table.insert(members_of[gid], {i = i, id = id, token = token, lease_id = id .. ':' .. token})
+end
+
+local expires, leases = int(clock + tonumber(run.lease_ms)), {}
+
+-- The group's deadline and its version begin with its first lease.
+local function first_lease(gid, g, timeout_ms)
+  local deadline = timeout_ms > 0 and run_clock + timeout_ms or 0
+  call('HSET', g, 'deadline', int(deadline), 'version', run.version)
+  if deadline > 0 then call('ZADD', K .. 'dl', int(deadline), gid) end
+  if not is_evaluation(gid) then call('ZADD', K .. 'age', run.version, gid) end
+  return deadline
+end
+
+local function lease_member(member, tokens)
+  leases[#leases + 1] = expires
+  leases[#leases + 1] = member.lease_id
+  tokens[#tokens + 1] = 't' .. member.i
+  tokens[#tokens + 1] = member.token
+  if is_suspect[member.id] then held[#held + 1] = member.lease_id end
+end
+
+local function lease_group(gid)
+  local g, members = group_key(gid), members_of[gid]
+  local names = {'state', 'n', 'deadline', 'timeout_ms', 'prompt'}
+  for _, member in ipairs(members) do
+    for _, kind in ipairs({'a', 'x', 'k'}) do names[#names + 1] = kind .. member.i end
+  end
+  local values = call('HMGET', g, unpack(names))
+  if values[1] ~= 'open' then return nil end
+  local deadline, timeout_ms = tonumber(values[3]), tonumber(values[4])
+  if not repeated then
+    deadline = deadline or first_lease(gid, g, timeout_ms)
+    if deadline > 0 and deadline <= run_clock then
+      for _, member in ipairs(members) do
+        fail_member(gid, g, member.i, 'deadline', 'the deadline of the group passed')
+      end
+      return nil
+    end
+  end
+  local remaining = -1
+  if deadline and deadline > 0 then
+    remaining = math.max(0, math.min(deadline - run_clock, timeout_ms))
+  end
+  local row, tokens = {gid, tonumber(values[2]), remaining, values[5]}, {}
+  for j, member in ipairs(members) do
+    if not repeated then lease_member(member, tokens) end
+    if not repeated or call('ZSCORE', K .. 'l', member.lease_id) then
+      row[#row + 1] = tonumber(member.i)
+      row[#row + 1] = member.token
+      for kind = 0, 2 do row[#row + 1] = tonumber(values[3 * j + 3 + kind]) or 0 end
+    end
+  end
+  if #tokens > 0 then call('HSET', g, unpack(tokens)) end
+  return #row > 4 and row or nil
+end
+
+local answer = {run.state, run.version, run.control_seq}
+for _, gid in ipairs(groups) do
+  local row = lease_group(gid)
+  if row then answer[#answer + 1] = row end
+end
+if #leases > 0 then call('ZADD', K .. 'l', unpack(leases)) end
+if next(is_suspect) then call('HSET', K .. 'ws', worker, table.concat(held, ' ')) end
+if not repeated and #ids > 0 then
+  call('HSET', K .. 'wl', worker, call_no .. ' ' .. table.concat(ids, ' '))
+end
+return answer

@@ -1,0 +1,36 @@
+-- rewind: the checkpoint is the authority on what was trained; the frontier becomes the checkpoint's.
+-- argv: consumer rewind_id frontier bitmap
+-- keys: m HASH, cur STRING, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, past STREAM, room LIST, ctl STREAM
+-- group: dropped
+-- member: group_ended
+-- answer: frontier epoch seen beyond | taken
+-- repeat: frontier and epoch with 0 0, nothing is written
+-- uses: ending control
+local consumer, rewind_id, frontier, bitmap = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+permit_full_memory()
+local run = read(M, 'consumer', 'rewind_id', 'W', 'frontier', 'epoch')
+if run.consumer ~= consumer then return {'taken'} end
+if run.rewind_id == rewind_id then return {run.frontier, run.epoch, 0, 0} end
+local base = math.floor(frontier / 8) * 8
+call('DEL', K .. 'cur')
+if bitmap ~= '' then call('SET', K .. 'cur', bitmap) end
+for offset = 0, frontier - base - 1 do call('SETBIT', K .. 'cur', offset, 1) end
+if bitmap ~= '' or frontier > base then
+  frontier = base + call('BITPOS', K .. 'cur', 0, 0)
+end
+call('HSET', M, 'frontier', int(frontier), 'base', int(base), 'rewind_id', rewind_id, 'done', 0)
+local epoch = call('HINCRBY', M, 'epoch', 1)
+local seen, beyond, window_end = 0, 0, frontier + tonumber(run.W)
+for _, gid in ipairs(call('SMEMBERS', K .. 'gs')) do
+  local id = tonumber(gid)
+  if is_terminal(id, frontier, base) then
+    end_group(gid, 'dropped', 'seen', 'the checkpoint counts it as ended', true)
+    seen = seen + 1
+  elseif id >= window_end then
+    end_group(gid, 'dropped', 'withdrawn', 'beyond the window after a rewind', true)
+    beyond = beyond + 1
+  end
+end
+announce('epoch', epoch)
+ring('room')
+return {int(frontier), epoch, seen, beyond}

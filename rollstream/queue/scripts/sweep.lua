@@ -1,0 +1,124 @@
+-- sweep: moves the queue clock and does one page of everything that came due.
+-- argv: page
+-- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, bell LIST, room LIST, ctl STREAM
+-- group: dropped last_member_ended
+-- member: came_due sent_back failed_finally group_ended
+-- answer: more expired promoted deadlines evicted aborted grace | -1 (no such run)
+-- repeat: the next page
+-- uses: clock member ending control
+local STALE_PAGE, ABORT_PAGE = 16, 16
+local FORGET_LEASES = 4    -- a process unseen for so many leases is no longer present
+local page = tonumber(ARGV[1])
+permit_full_memory()
+local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
+  'version', 'max_stale', 'max_crashes', 'grace_until')
+if not run.state then return {-1} end
+local clock, run_clock, jumped = clock_of(run)
+local lease_ms = tonumber(run.lease_ms)
+-- Nobody could beat while the server was away, so nothing expires for one lease.
+local grace_until = jumped and clock + lease_ms or tonumber(run.grace_until)
+call('HSET', M, 'clock', int(clock), 'clock_tick', int(now_ms()), 'grace_until', int(grace_until))
+local more = 0
+
+local function full_page(count, size)
+  if count >= size then more = 1 end
+  return count
+end
+
+local function expire_leases()
+  local due = call('ZRANGEBYSCORE', K .. 'l', '-inf', int(clock), 'LIMIT', 0, page)
+  local expired = 0
+  for _, lease_id in ipairs(due) do
+    call('ZREM', K .. 'l', lease_id)
+    local gid, i = split_lease(lease_id)
+    local g = group_key(gid)
+    if call('HGET', g, 'state') == 'open' then
+      local crashes = call('HINCRBY', g, 'x' .. i, 1)
+      expired = expired + 1
+      if crashes >= tonumber(run.max_crashes) then
+        fail_member(gid, g, i, 'crashed', 'its worker died ' .. crashes .. ' times')
+      else
+        send_back(gid, g, i)
+      end
+    end
+  end
+  if expired > 0 then call('HINCRBY', K .. 'c', 'crashes', expired) end
+  full_page(#due, page)
+  return expired
+end
+
+local function fail_unfinished(gid, g, n)
+  take_out_members(gid, g, n)
+  for first = 0, n - 1, CHUNK do
+    local names = {}
+    for i = first, math.min(first + CHUNK, n) - 1 do names[#names + 1] = 'f' .. i end
+    for j, final in ipairs(call('HMGET', g, unpack(names))) do
+      if not final then
+        fail_member(gid, g, int(first + j - 1), 'deadline', 'the deadline of the group passed')
+      end
+    end
+  end
+end
+
+local function end_deadlines()
+  local due = call('ZRANGEBYSCORE', K .. 'dl', '-inf', int(run_clock), 'LIMIT', 0, page)
+  local ended, work = 0, 0
+  for _, gid in ipairs(due) do
+    if work >= page then more = 1; break end
+    local g = group_key(gid)
+    local row = read(g, 'state', 'n')
+    call('ZREM', K .. 'dl', gid)
+    if row.state == 'open' then
+      fail_unfinished(gid, g, tonumber(row.n))
+      ended = ended + 1
+      work = work + tonumber(row.n)
+    end
+  end
+  full_page(#due, page)
+  return ended
+end
+
+local function evict_stale()
+  local max_stale = tonumber(run.max_stale or -1)
+  if max_stale < 0 then return 0 end
+  local oldest = int(tonumber(run.version) - max_stale)
+  local stale = call('ZRANGEBYSCORE', K .. 'age', '-inf', '(' .. oldest, 'LIMIT', 0, STALE_PAGE)
+  for _, gid in ipairs(stale) do end_group(gid, 'dropped', 'stale', 'while it was running') end
+  return full_page(#stale, STALE_PAGE)
+end
+
+local function abort_groups()
+  if run.state ~= 'aborting' then return 0 end
+  local groups = call('SRANDMEMBER', K .. 'gs', ABORT_PAGE)
+  for _, gid in ipairs(call('SRANDMEMBER', K .. 'ge', ABORT_PAGE)) do groups[#groups + 1] = gid end
+  for _, gid in ipairs(groups) do end_group(gid, 'dropped', 'run_aborted', '', true) end
+  if #groups > 0 then
+    more = 1
+  else
+    call('HSET', M, 'state', 'ended')
+    announce('ended')
+  end
+  return #groups
+end
+
+local function forget_absent()
+  local limit = int(clock - FORGET_LEASES * lease_ms)
+  for _, set in ipairs({'w', 'wp', 'wa'}) do
+    for _, name in ipairs(call('ZRANGEBYSCORE', K .. set, '-inf', limit, 'LIMIT', 0, page)) do
+      call('ZREM', K .. set, name)
+      if set == 'w' then
+        call('HDEL', K .. 'wl', name)
+        call('HDEL', K .. 'ws', name)
+      end
+    end
+  end
+end
+
+local in_grace = clock < grace_until
+local expired = in_grace and 0 or expire_leases()
+local promoted = full_page(promote(clock, page), page)
+local deadlines = end_deadlines()
+local evicted = evict_stale()
+local aborted = abort_groups()
+forget_absent()
+return {more, expired, promoted, deadlines, evicted, aborted, in_grace and 1 or 0}

@@ -1,0 +1,33 @@
+"""Fixtures that every test may use: a real server, a run name of its own, the real vocabulary."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples import vocabulary as vocabulary_file
+from examples.devserver import DevServer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """A real Valkey of this test process alone; tests keep apart by their run names."""
+    with DevServer() as server:
+        yield server.url
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run that no other test has."""
+    return f"t-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Path:
+    """The real Qwen3 `tokenizer.json`, made where it is missing."""
+    return vocabulary_file.write(ROOT / ".cache" / "qwen3")
