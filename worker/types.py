@@ -179,6 +179,10 @@ class Renderer(Protocol):
         """Encode plain text; control strings in it do not become control ids."""
         ...
 
+    def encode_raw(self, text: str) -> TokenIds:
+        """Encode a prompt that is rendered already; control strings in it become their ids."""
+        ...
+
     def decode(self, ids: TokenIds) -> str:
         """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
         ...
@@ -249,6 +253,8 @@ class GenerateInput:
     turn_seed: Callable[[int], int]
     """Turn → seed; the same under retry and resume."""
     evaluation: bool = False
+    debug_messages: bool = False
+    """Keep the conversation as messages in `metadata["messages"]`, for people."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,263 @@
+"""The backend over the package `renderers`: one class for every family it covers.
+
+Owns what `renderers` does not promise: escaping, our own assertion that a bridge kept what the
+engine sampled, the endings a model really produces, and calls as data. Never renders by itself.
+Invariant: `extend` returns a suffix; what was held before it is never changed, trimmed or
+re-encoded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from rollstream.errors import MergeFault
+from rollstream.sample import Message, TokenIds
+
+from ..types import AssistantMessage, ProblemKind, ToolCall
+from .calls import judge_call, new_call_id
+from .ids import as_ids
+from .messages import normalize_messages
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What this backend must know of a model family."""
+
+    module: str
+    """Submodule of `renderers`."""
+    renderer: str
+    config: str
+    """Class names in that submodule and in `renderers.configs`."""
+    close: str
+    """The token that closes an assistant turn in the template."""
+    tokens: dict[str, int]
+    """Control tokens with the ids that the family's vocabulary gives them."""
+    scaffold: tuple[str, ...]
+    """Template text that is encoded at every turn."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the config class."""
+    reasoning: tuple[str, str] | None = None
+    """Markers of a reasoning block, atomic in the vocabulary."""
+
+
+class RenderersBackend:
+    """A `worker.types.Renderer` for one family and one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
+        module = import_renderers(family.module)
+        configs = import_renderers("configs")
+        self.tokenizer = tokenizer
+        self._inner: Any = getattr(module, family.renderer)(
+            tokenizer, getattr(configs, family.config)(**family.options)
+        )
+        self._scan = import_renderers("reasoning").scan_reasoning
+        self._stop_ids = tuple(int(number) for number in self._inner.get_stop_token_ids())
+        self._close = family.tokens[family.close]
+        self._reasoning = family.reasoning and tuple(family.tokens[t] for t in family.reasoning)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn."""
+        return self._stop_ids
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id of the vocabulary."""
+        return self.tokenizer.max_token_id
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> TokenIds:
+        """Return the prompt ids of a conversation, generation prompt included.
+
+        Raises:
+            ValueError: no messages, or one that has no text form; names its index.
+        """
+        if not messages:
+            raise ValueError("a prompt needs at least one message")
+        plain = normalize_messages(messages, self.tokenizer.escape)
+        return as_ids(
+            self._inner.render_ids(plain, tools=_specs(tools), add_generation_prompt=True)
+        )
+
+    def extend(
+        self,
+        window: TokenIds,
+        completion: TokenIds,
+        new_messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> TokenIds:
+        """Return only the ids to append behind `completion` for the next request.
+
+        Whatever the reply ended with stays. Where it is not the template's close, the close is
+        part of what is returned; ids sampled behind the close that the template would write
+        there anyway (a newline) are not written twice.
+
+        Raises:
+            MergeFault: the messages cannot follow here; `detail` is one of `no_messages`,
+                `bad_message`, `assistant_message`, `no_bridge`, `prefix`.
+        """
+        messages = self._extension(new_messages)
+        held, sampled = window.tolist(), completion.tolist()
+        closed = _last_index(sampled, self._close)
+        if closed >= 0:
+            suffix = self._bridge(held, sampled[: closed + 1], messages, tools)
+            behind = sampled[closed + 1 :]
+            if suffix[: len(behind)] == behind:
+                return as_ids(suffix[len(behind) :])
+        if any(number in self._stop_ids for number in sampled):
+            # Ended by another stop id, or went on behind the close: both stay, a close is added.
+            return as_ids(
+                [self._close, *self._bridge(held, [*sampled, self._close], messages, tools)]
+            )
+        return as_ids(self._bridge(held, sampled, messages, tools))
+
+    def parse(self, completion: TokenIds, prompt_tail: TokenIds) -> AssistantMessage:
+        """Parse one reply from its ids alone; never raises for what a model wrote.
+
+        A call counts only outside the reasoning block, and only where that block ended by its own
+        marker: drafts in it, finished or not, are reasoning.
+        """
+        ids, tail = completion.tolist(), prompt_tail.tolist()
+        end = next((i for i, number in enumerate(ids) if number in self._stop_ids), len(ids))
+        abnormal = end == len(ids) or ids[end] != self._close
+        ids = ids[:end]
+        unfinished = self._unfinished_reasoning(ids, tail)
+        if unfinished is not None:
+            return AssistantMessage("", unfinished, [], abnormal)
+        try:
+            parsed = self._inner.parse_response(ids, prompt_ids=tail)
+        except (ValueError, RecursionError) as error:
+            # Numbers of thousands of digits, or brackets of thousands of levels.
+            text = self.decode(as_ids(ids))
+            call = ToolCall(new_call_id(), "", {}, text, ProblemKind.INVALID_JSON, str(error))
+            return AssistantMessage(text, None, [call], abnormal)
+        calls = [
+            judge_call(call.raw, closed=call.status != "unclosed_block")
+            for call in parsed.tool_calls
+        ]
+        return AssistantMessage(parsed.content, parsed.reasoning_content, calls, abnormal)
+
+    def encode(self, text: str) -> TokenIds:
+        """Encode plain text; control strings in it do not become control ids."""
+        return as_ids(self.tokenizer.encode_plain(text))
+
+    def encode_raw(self, text: str) -> TokenIds:
+        """Encode a prompt that is rendered already; control strings in it become their ids."""
+        return as_ids(self.tokenizer.encode_raw(text))
+
+    def decode(self, ids: TokenIds) -> str:
+        """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
+        return self.tokenizer.decode(ids.tolist())
+
+    def _extension(self, new_messages: Sequence[Message]) -> list[dict[str, Any]]:
+        if not new_messages:
+            raise MergeFault("no message to extend the conversation with", detail="no_messages")
+        try:
+            messages = normalize_messages(new_messages, self.tokenizer.escape)
+        except ValueError as error:
+            raise MergeFault(f"cannot extend: {error}", detail="bad_message") from None
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                raise MergeFault(
+                    f"cannot extend: message {place} is an assistant message, which only the "
+                    "engine may add",
+                    detail="assistant_message",
+                )
+        return messages
+
+    def _bridge(
+        self,
+        held: list[int],
+        sampled: list[int],
+        messages: list[dict[str, Any]],
+        tools: Sequence[Message] | None,
+    ) -> list[int]:
+        specs = _specs(tools)
+        found = self._inner.bridge_to_next_turn(held, sampled, messages, tools=specs)
+        if found is None:
+            # A turn that was closed inside its reasoning, or a prompt without any id: the suffix
+            # behind a closed turn is the same for all turns, so an empty one stands in.
+            if sampled and sampled[-1] == self._close:
+                held, sampled = [self._close], [self._close]
+                found = self._inner.bridge_to_next_turn(held, sampled, messages, tools=specs)
+            if found is None:
+                raise MergeFault(
+                    "the family's template cannot be extended by messages of roles "
+                    f"{[message['role'] for message in messages]} here",
+                    detail="no_bridge",
+                )
+        ids: list[int] = found.token_ids
+        before = len(held) + len(sampled)
+        if ids[: len(held)] != held or ids[len(held) : before] != sampled:
+            raise MergeFault(
+                f"the bridge changed what was held: {_difference(ids, held + sampled)}",
+                detail="prefix",
+            )
+        return ids[before:]
+
+    def _unfinished_reasoning(self, ids: list[int], tail: list[int]) -> str | None:
+        if self._reasoning is None:
+            return None
+        opener, closer = self._reasoning
+        if closer in ids or (opener not in ids and opener not in tail):
+            return None
+        boundary = self._scan(
+            self.tokenizer, ids, prompt_ids=tail, stop_ids=set(self._stop_ids),
+            open_id=opener, close_id=closer,
+        )  # fmt: skip
+        return boundary.text.strip() if boundary.is_open else None
+
+
+def import_renderers(submodule: str) -> ModuleType:
+    """Import `renderers.<submodule>` without the rest of the package.
+
+    `renderers/__init__.py` imports the package's HTTP client, and with it openai: 1.2 s of the
+    two seconds in which a worker must be ready. A bare package of the same name and path stands
+    in while the submodule is imported; later imports of `renderers` find the real one. Should the
+    package change so that this fails, the plain import decides.
+    """
+    name = f"renderers.{submodule}"
+    if name in sys.modules or "renderers" in sys.modules:
+        return importlib.import_module(name)
+    spec = importlib.util.find_spec("renderers")
+    if spec is None or spec.submodule_search_locations is None:
+        return importlib.import_module(name)
+    bare = ModuleType("renderers")
+    bare.__path__ = list(spec.submodule_search_locations)
+    bare.__spec__ = spec
+    sys.modules["renderers"] = bare
+    try:
+        importlib.import_module(name)
+    except (ImportError, AttributeError):
+        for loaded in [n for n in sys.modules if n.startswith("renderers.")]:
+            del sys.modules[loaded]
+        del sys.modules["renderers"]
+        return importlib.import_module(name)
+    del sys.modules["renderers"]
+    return sys.modules[name]
+
+
+def _specs(tools: Sequence[Message] | None) -> list[Message] | None:
+    return list(tools) if tools else None
+
+
+def _last_index(ids: list[int], wanted: int) -> int:
+    for place in range(len(ids) - 1, -1, -1):
+        if ids[place] == wanted:
+            return place
+    return -1
+
+
+def _difference(got: list[int], expected: list[int]) -> str:
+    for place, number in enumerate(expected):
+        if place >= len(got):
+            return f"it ends at {place} of {len(expected)} ids"
+        if got[place] != number:
+            return f"id {got[place]} instead of {number} at {place} of {len(expected)}"
+    return "no difference"
