@@ -1,0 +1,146 @@
+"""The judgement of one full group: from its stored headers to keep, or drop with one reason.
+
+Owns the order of the checks. Never talks to Redis: bodies come from a function it is given.
+Invariant: the order is `no_aborted` over all members, then enough usable members, then the other
+filters over the usable ones; the first that drops gives the reason, and there is exactly one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.errors import DropReason
+from rollstream.group import Drop, EnvRule, GroupView, Keep, judge_member
+from rollstream.queue.reads import StoredGroup
+from rollstream.wire import decode_header
+
+from ..bounded import run_bounded
+from ..functions import describe
+from .loader import LoadedFilter
+
+FILTER_TIMEOUT_S = 10.0
+_SHORT_OF = {
+    DropReason.DEADLINE.value: DropReason.DEADLINE,
+    DropReason.TOO_LARGE.value: DropReason.TOO_LARGE,
+}
+"""Why the first member failed → the reason of a group that is short because of it."""
+
+
+_PLAIN = EnvRule()
+
+
+@dataclass(frozen=True, slots=True)
+class EnvJudge:
+    """How the groups of one environment are judged."""
+
+    name: str
+    rule: EnvRule = _PLAIN
+    filters: Sequence[LoadedFilter] = ()
+    min_samples: int | None = None
+    """Usable members that a group needs; None is all n."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was decided on a group."""
+
+    drop: DropReason | None = None
+    detail: str = ""
+
+
+class FilterError(Exception):
+    """A filter raised, hung, or answered something that is neither Keep nor Drop."""
+
+
+KEEP = Verdict()
+
+
+def view_of(stored: StoredGroup, env: EnvJudge, metadata: Mapping[str, Any]) -> GroupView:
+    """Return the group as filters see it.
+
+    Raises:
+        WireError: a header that cannot be read.
+    """
+    rule = env.rule
+    members = [
+        judge_member(
+            i,
+            decode_header(raw) if raw is not None else None,
+            stored.errors[i],
+            reward_key=rule.reward_key,
+            needs_reward=rule.needs_reward,
+        )
+        for i, raw in enumerate(stored.headers)
+    ]
+    return GroupView(int(stored.group_index), stored.n, env.name, members, dict(metadata))
+
+
+async def judge(
+    view: GroupView, env: EnvJudge, why: str, bodies: Callable[[], Awaitable[None]]
+) -> Verdict:
+    """Judge one group.
+
+    Args:
+        view: the group.
+        env: its environment.
+        why: what its first failed member failed for, "" where none did.
+        bodies: fills in the members' trajectories; called at most once, when a filter needs them.
+
+    Raises:
+        FilterError: a filter of the user's broke.
+    """
+    rest = []
+    for one in env.filters:
+        if not one.judges_aborted:
+            rest.append(one)
+        elif (verdict := await _ask(one, view)).drop is not None:
+            return verdict
+    usable, needed = len(view.usable), min(env.min_samples or view.n, view.n)
+    if usable < needed:
+        return Verdict(_SHORT_OF.get(why, DropReason.SHORT_GROUP), _who_is_missing(view, needed))
+    fetched = False
+    for one in rest:
+        if one.needs == "bodies" and not fetched:
+            await bodies()
+            fetched = True
+        verdict = await _ask(one, view)
+        if verdict.drop is not None:
+            return verdict
+    return KEEP
+
+
+async def _ask(one: LoadedFilter, view: GroupView) -> Verdict:
+    try:
+        if one.built_in:
+            answer = one.function(view)
+        else:
+            answer = await run_bounded(one.function, view, timeout_s=FILTER_TIMEOUT_S)
+    except Exception as error:
+        raise FilterError(f"filter {one.name}: {describe(error)}") from error
+    if isinstance(answer, Keep):
+        return KEEP
+    if not isinstance(answer, Drop):
+        kind = type(answer).__name__
+        raise FilterError(f"filter {one.name}: it answered {kind}, expected Keep or Drop")
+    if one.built_in:
+        return Verdict(DropReason(answer.reason), answer.detail)
+    detail = f"{answer.reason}: {answer.detail}" if answer.detail else str(answer.reason)
+    return Verdict(DropReason.CUSTOM, detail)
+
+
+def _who_is_missing(view: GroupView, needed: int) -> str:
+    reasons = Counter(
+        f"{m.missing.reason} ({m.missing.error})" if _is_word(m.missing.error) else m.missing.reason
+        for m in view.members
+        if m.missing is not None
+    )
+    parts = [f"{reason} x{count}" for reason, count in sorted(reasons.items())]
+    return f"{len(view.usable)} of {view.n} usable, {needed} needed: {', '.join(parts)}"
+
+
+def _is_word(text: str) -> bool:
+    """Whether an error is a label (`missing`, `invalid`) rather than a message."""
+    return text.isidentifier()

@@ -1,0 +1,171 @@
+"""What the members of a group share: the decoded prompt, its rendered ids, one routing key.
+
+Owns the book of groups that this worker holds members of. Never talks to Redis or an engine.
+Invariant: a group's prompt is rendered once while any of its members is here, and a prompt that
+cannot be used is a fault of each member, never of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollstream.errors import ConfigError, EnvFault, RolloutFault, WireError
+from rollstream.group import PromptGroup, sample_index
+from rollstream.queue.calls import LeasedGroup
+from rollstream.sample import Message, Prompt, Sample
+from rollstream.wire import decode_prompt
+
+from .sampling import Sampling
+from .types import PromptIds
+from .work import EnvRuntime, GroupWork, Work
+
+LONG_PROMPT_CHARS = 8192
+"""Longer prompts are rendered in a thread: rendering 40k characters stalls the loop for 10 ms."""
+
+RenderPrompt = Callable[[Prompt, Sequence[Message] | None], PromptIds]
+
+
+class GroupBook:
+    """The groups that this worker holds members of."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        envs: Mapping[str, EnvRuntime],
+        render: RenderPrompt,
+        allow_off_distribution: bool = False,
+    ) -> None:
+        self._run, self._envs, self._render = run, envs, render
+        self._allow_off_distribution = allow_off_distribution
+        self._groups: dict[str, GroupWork] = {}
+
+    def join(self, leased: LeasedGroup) -> GroupWork:
+        """Return the group's shared part, with its new members counted in."""
+        group = self._groups.get(leased.group_index)
+        if group is None:
+            group = self._groups[leased.group_index] = self._open(leased)
+        group.members += len(leased.members)
+        return group
+
+    def leave(self, group: GroupWork) -> None:
+        """Count one member out; with the last one the group is forgotten."""
+        group.members -= 1
+        if group.members <= 0:
+            self._groups.pop(group.key, None)
+
+    def _open(self, leased: LeasedGroup) -> GroupWork:
+        key = leased.group_index
+        empty = PromptGroup(group_index=int(key) if key.isdecimal() else -1, n=leased.n, prompt="")
+        work = GroupWork(key, empty, f"{self._run}-{key}", None, Sampling())
+        try:
+            if not key.isdecimal():
+                raise WireError(f"group id {key!r} is not a number")
+            work.group = decode_prompt(leased.prompt, int(key), leased.n)
+            work.env = self._env_of(work.group)
+            work.sampling = self._sampling_of(work.group, work.env)
+            work.tool_specs = (
+                work.env.tool_specs if work.group.tools is None else work.group.tools or None
+            )
+        except (WireError, ConfigError, TypeError, AttributeError, ValueError) as error:
+            work.problem = f"group {key}: {error}"
+        return work
+
+    def _env_of(self, group: PromptGroup) -> EnvRuntime:
+        env = self._envs.get(group.env)
+        if env is None:
+            raise ConfigError(
+                f"environment {group.env!r} is not configured here; known: {sorted(self._envs)}"
+            )
+        return env
+
+    def _sampling_of(self, group: PromptGroup, env: EnvRuntime) -> Sampling:
+        if not group.sampling:
+            return env.sampling
+        sampling = env.sampling.with_overrides(group.sampling)
+        off = sampling.off_distribution()
+        if off and not self._allow_off_distribution:
+            raise ConfigError(
+                f"the row sets {', '.join(off)}: log-probs would not be those of the sampled "
+                "distribution; remove it or set sampling.allow_off_distribution"
+            )
+        return sampling
+
+    async def prompt_of(self, work: GroupWork) -> PromptIds:
+        """Return the rendered prompt, rendering it for the first member that asks.
+
+        Raises:
+            RolloutFault: it cannot be rendered; the same for every member.
+        """
+        rendered = work.rendered
+        if isinstance(rendered, PromptIds):
+            return rendered
+        if rendered is None:
+            if _num_chars(work.group.prompt) <= LONG_PROMPT_CHARS:
+                work.rendered = rendered = self._rendered(work)
+            else:
+                work.rendered = rendered = asyncio.ensure_future(
+                    asyncio.to_thread(self._rendered, work)
+                )
+        if isinstance(rendered, asyncio.Future):
+            # One member's cancellation must not take the others' prompt away.
+            rendered = await asyncio.shield(rendered)
+            work.rendered = rendered
+        if isinstance(rendered, PromptIds):
+            return rendered
+        raise EnvFault(rendered.message) if type(rendered) is EnvFault else _again(rendered)
+
+    def _rendered(self, work: GroupWork) -> PromptIds | RolloutFault:
+        """Return the ids, or the fault as a value: it is raised once per member."""
+        try:
+            return self._render(work.group.prompt, work.tool_specs)
+        except RolloutFault as fault:
+            return fault
+        except Exception as error:  # noqa: BLE001 - a template's own error is this prompt's fault
+            return EnvFault(f"the prompt cannot be rendered: {type(error).__name__}: {error}")
+
+
+def _again(fault: Any) -> RolloutFault:
+    again: RolloutFault = type(fault)(fault.message, retryable=fault.retryable, detail=fault.detail)
+    return again
+
+
+def _num_chars(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(str(message.get("content", ""))) for message in prompt)
+
+
+def new_sample(work: Work) -> Sample:
+    """Return the pending sample of one member; nothing mutable in it is shared with a sibling."""
+    group, lease = work.group.group, work.lease
+    index = sample_index(group.group_index, lease.member)
+    env = work.group.env
+    sample = Sample(
+        group_index=group.group_index,
+        member=lease.member,
+        index=index,
+        rollout_id=index,
+        prompt=own_copy(group.prompt),
+        label=own_copy(group.label),
+        metadata=own_copy(group.metadata),
+        sampling=own_copy(group.sampling),
+        routing_key=work.group.routing_key,
+        attempts=work.attempts,
+    )
+    if env is not None:
+        sample.generate_function_path = env.generate_path
+        if env.marks:
+            sample.metadata["off_distribution"] = list(env.marks)
+    return sample
+
+
+def own_copy(value: Any) -> Any:
+    """Return `value` with every list and dictionary in it copied (records are plain data)."""
+    if isinstance(value, dict):
+        return {key: own_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [own_copy(item) for item in value]
+    return value

@@ -1,0 +1,157 @@
+"""One attempt of one member: prompt, generate function, reward, under one attribution of faults.
+
+Owns the life of an attempt and where a fault came from. Never talks to the queue, never limits
+time (the shift cancels), never lets a user's exception out. Invariant: whatever user code does,
+`run` returns an `Ending` or raises the `CancelledError` of our own cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from rollstream.errors import (
+    STATUS_OF,
+    AgentFault,
+    EngineFault,
+    EnvFault,
+    RewardFault,
+    RolloutFault,
+    Status,
+)
+from rollstream.group import Trajectory
+from rollstream.sample import Sample
+
+from .groups import GroupBook, new_sample
+from .sampling import call_seed
+from .telemetry.spans import timed
+from .types import Engine, GenerateInput, GenerateOutput, Renderer
+from .work import (
+    Cause,
+    Ending,
+    EnvRuntime,
+    Work,
+    ending_of,
+    ending_of_cause,
+    ending_of_fault,
+    leaves_of,
+    worst_leaf,
+)
+
+Finish = Callable[[Sample, GenerateOutput], Trajectory]
+"""Checks what a generate function returned and fills in what it left out (`generate.finish`)."""
+
+_SCORED = (Status.COMPLETED, Status.TRUNCATED)
+log = structlog.get_logger("worker")
+
+
+class Rollout:
+    """Runs attempts; one for the whole worker."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        renderer: Renderer,
+        book: GroupBook,
+        finish: Finish,
+        version: Callable[[], int],
+        run_seed: int,
+    ) -> None:
+        self._engine, self._renderer, self._book = engine, renderer, book
+        self._finish, self._version, self._run_seed = finish, version, run_seed
+
+    async def run(self, work: Work) -> Ending:
+        """Run one attempt to its ending."""
+        sample = new_sample(work)
+        work.lifecycle["attempt_start"] = time.time()
+        waited_from = work.group.group.enqueued_unix_s or work.leased_unix_s
+        work.spans.record("queue_wait", -1, waited_from, max(0.0, work.leased_unix_s - waited_from))
+        try:
+            ending = self._stopped_before(work, sample)
+            if ending is None:
+                ending = ending_of(await self._attempt(work, sample))
+        except RolloutFault as fault:
+            ending = ending_of_fault(sample, fault, refused=_is_refusal(fault))
+        finally:
+            work.lifecycle["attempt_end"] = time.time()
+        if ending.trajectory is not None:
+            first = leaves_of(ending.trajectory)[0]
+            first.metadata["lifecycle"] = work.lifecycle
+            if not first.spans:
+                first.spans = work.spans.spans
+        return ending
+
+    def _stopped_before(self, work: Work, sample: Sample) -> Ending | None:
+        """Return the ending of an attempt that must not start: generate is never called."""
+        cause = work.cause
+        if cause is None and time.monotonic() >= work.deadline_mono_s:
+            cause = Cause.DEADLINE
+        if cause is None:
+            return None
+        ending = ending_of_cause(cause)
+        sample.finish(ending.stop_reason, STATUS_OF[ending.stop_reason])
+        ending.trajectory = sample
+        return ending
+
+    async def _attempt(self, work: Work, sample: Sample) -> Trajectory:
+        env = work.group.env
+        if env is None or work.group.problem:
+            raise EnvFault(work.group.problem or "no environment")
+        with boundary(EnvFault):
+            prompt = await self._book.prompt_of(work.group)
+        key, member = work.group.key, sample.member
+        given = GenerateInput(
+            sample=sample,
+            sampling=work.group.sampling,
+            engine=self._engine,
+            renderer=self._renderer,
+            tools=env.tools,
+            spans=work.spans,
+            deadline=work.deadline_mono_s,
+            prompt=prompt,
+            limits=env.limits,
+            version=self._version,
+            turn_seed=lambda turn: call_seed(self._run_seed, key, member, turn),
+        )
+        work.lifecycle["gen_start"] = time.time()
+        with boundary(AgentFault):
+            trajectory = self._finish(sample, await env.generate(given))
+        await self._score(work, env, trajectory)
+        return trajectory
+
+    async def _score(self, work: Work, env: EnvRuntime, trajectory: Trajectory) -> None:
+        if env.scorer is None or worst_leaf(trajectory).status not in _SCORED:
+            return
+        with timed(work.spans, "reward"), boundary(RewardFault):
+            await env.scorer.score(trajectory, work.group.group)
+
+
+def _is_refusal(fault: RolloutFault) -> bool:
+    return isinstance(fault, EngineFault) and not fault.retryable
+
+
+@contextmanager
+def boundary(kind: type[RolloutFault]) -> Iterator[None]:
+    """Attribute what the block raises to one boundary; a fault that has one already keeps it.
+
+    A CancelledError that nobody sent to this task leaked out of user code (it awaited something
+    that was cancelled) and is data like any other exception; our own goes through. SystemExit
+    would end the worker, so it is data too.
+    """
+    try:
+        yield
+    except RolloutFault:
+        raise
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise kind("a CancelledError leaked out of the function") from None
+    except (Exception, SystemExit) as error:
+        log.debug("fault", boundary=kind.__name__, exc_info=error)
+        raise kind(f"{type(error).__name__}: {error}") from error

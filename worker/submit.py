@@ -1,0 +1,166 @@
+"""From endings to the queue: completions and failures, batched, until they are answered.
+
+Owns the backlog of results and the one call that carries them. Never drops a result: an outage
+is waited through (a repeated `complete` answers `dup`, a repeated `fail` answers `fenced`).
+Invariant: a lease leaves the beat set when its result is written to Redis and not before; its
+slot is free when the answer arrives; no rollout's cancellation reaches a result that is on its
+way, because results travel in this module's own task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from redis.exceptions import ResponseError
+from rollstream.queue.queue import Queue
+
+from rollstream.errors import MemberReason, Report
+from rollstream.queue import calls
+from rollstream.queue.calls import CompleteAnswer, Completion, ScriptCall
+from rollstream.queue.keys import MAX_COMPLETE_BYTES, MAX_MEMBERS_A_CALL
+
+from .link import OUTAGE, Link
+from .work import Work
+
+DELIVERED = frozenset({"ok", "dup"})
+GONE = "gone"
+Landed = Callable[[Work, str], None]
+"""Told once per result: `ok`, `dup`, `fenced`, `too_large`; or for a failure `again`, `back`,
+`failed`, `gone` (the lease was not ours any more, which is ignored)."""
+
+log = structlog.get_logger("worker")
+
+
+@dataclass(slots=True)
+class _Result:
+    work: Work
+    completion: Completion | None
+    failure: ScriptCall[str] | None
+
+
+class Submitter:
+    """Carries results to Redis."""
+
+    def __init__(self, queue: Queue, link: Link, landed: Landed) -> None:
+        self._queue, self._link, self._landed = queue, link, landed
+        self._backlog: deque[_Result] = deque()
+        self._some = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def complete(self, work: Work, header: bytes, body: bytes, text: bytes = b"") -> None:
+        """Put one ended trajectory on its way."""
+        self._put(_Result(work, Completion(work.lease, header, body, text), None))
+
+    def fail(
+        self, work: Work, report: Report, reason: MemberReason, error: str, delay_s: float = 0.0
+    ) -> None:
+        """Put one failure or give-back on its way."""
+        call = calls.fail(work.lease, report, reason, error, delay_s=delay_s)
+        self._put(_Result(work, None, call))
+
+    def _put(self, result: _Result) -> None:
+        result.work.submitted_mono_s = time.monotonic()
+        self._backlog.append(result)
+        self._empty.clear()
+        self._some.set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Results that are not written yet."""
+        return len(self._backlog)
+
+    async def drained(self) -> None:
+        """Wait until every result was answered."""
+        await self._empty.wait()
+
+    async def run(self) -> None:
+        """Carry results until cancelled."""
+        while True:
+            await self._some.wait()
+            # What ends in the same turn of the loop travels in the same call.
+            await asyncio.sleep(0)
+            while self._backlog:
+                await self._send(self._take())
+            self._some.clear()
+            self._empty.set()
+
+    def _take(self) -> list[_Result]:
+        """Take one call's worth: at most 128 results and 1 MB, but always one."""
+        batch: list[_Result] = []
+        num_bytes = 0
+        while self._backlog and len(batch) < MAX_MEMBERS_A_CALL:
+            completion = self._backlog[0].completion
+            size = 0 if completion is None else completion.num_bytes
+            if batch and num_bytes + size > MAX_COMPLETE_BYTES:
+                break
+            num_bytes += size
+            batch.append(self._backlog.popleft())
+        return batch
+
+    async def _send(self, batch: list[_Result]) -> None:
+        """Send one batch until it is answered."""
+        while True:
+            for result in batch:
+                result.work.sent = True
+            try:
+                outcomes = await self._call(batch)
+            except OUTAGE as error:
+                # Whether it landed is unknown: beat on, so that the lease outlives the outage.
+                for result in batch:
+                    result.work.sent = False
+                await asyncio.sleep(self._link.failed(error))
+            except ResponseError as error:
+                await self._send_apart(batch, error)
+                return
+            else:
+                self._link.worked()
+                for result, outcome in zip(batch, outcomes, strict=True):
+                    self._landed(result.work, outcome)
+                return
+
+    async def _call(self, batch: list[_Result]) -> list[str]:
+        completions = [r.completion for r in batch if r.completion is not None]
+        asked: list[ScriptCall[Any]] = [r.failure for r in batch if r.failure is not None]
+        if completions:
+            asked.append(calls.complete(completions))
+        if len(asked) == 1:
+            answers: list[Any] = [await self._queue.call(asked[0])]
+        else:
+            answers = await self._queue.call_many(asked)
+        landed = iter(answers.pop() if completions else ())
+        failed = iter(answers)
+        return [
+            _sent_back(next(failed)) if r.completion is None else _outcome(next(landed))
+            for r in batch
+        ]
+
+    async def _send_apart(self, batch: list[_Result], error: ResponseError) -> None:
+        """Find the result that Redis cannot take, and fail that member alone."""
+        if len(batch) > 1:
+            for result in batch:
+                await self._send([result])
+            return
+        result = batch[0]
+        log.error("result_refused", lease=result.work.lease.id, error=str(error))
+        if result.completion is None:
+            self._landed(result.work, GONE)
+            return
+        message = f"Redis refused the result: {error}"
+        failure = calls.fail(result.work.lease, Report.FINAL, MemberReason.TOO_LARGE, message)
+        await self._send([_Result(result.work, None, failure)])
+
+
+def _sent_back(answer: str) -> str:
+    # A failure that comes too late says nothing that the queue does not know.
+    return GONE if answer == "fenced" else answer
+
+
+def _outcome(answer: CompleteAnswer) -> str:
+    return answer.outcome

@@ -1,0 +1,199 @@
+"""The records of a worker at work: an environment, a group it holds members of, a leased member.
+
+Owns what the shift, the rollout and the submitter say to each other. Never acts.
+Invariant: a `Work` ends exactly once, by its `Ending` or by the `Cause` it was cancelled for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from rollstream.errors import (
+    STATUS_OF,
+    MemberReason,
+    Report,
+    RolloutFault,
+    Status,
+    StopReason,
+    report_of,
+)
+from rollstream.group import PromptGroup, Trajectory
+from rollstream.queue.calls import Lease
+from rollstream.sample import Message, Sample
+
+from .sampling import Sampling
+from .telemetry.spans import SpanList
+from .types import GenerateFunction, Limits, Tool
+
+MAX_ERROR_CHARS = 2000
+
+
+class Scorer(Protocol):
+    """Gives the leaves of a trajectory their reward."""
+
+    async def score(self, trajectory: Trajectory, group: PromptGroup) -> None:
+        """Set `reward`; a verdict that cannot be had is a `RewardFault`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EnvRuntime:
+    """An environment with its functions resolved."""
+
+    name: str
+    generate: GenerateFunction
+    generate_path: str
+    """As the configuration names it, recorded on every sample."""
+    limits: Limits
+    sampling: Sampling
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    tool_specs: list[Message] | None = None
+    scorer: Scorer | None = None
+    """None where the trainer scores."""
+    marks: tuple[str, ...] = ()
+    """Parameters that leave the distribution, where that was permitted."""
+
+
+class Cause(StrEnum):
+    """Why we cancelled a member ourselves."""
+
+    LOST = "lost"
+    """The queue says that the lease is no longer ours: whatever comes of it is nobody's."""
+    RUN_ENDED = "run_ended"
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(slots=True)
+class Ending:
+    """How one attempt ended, and how it is to be reported."""
+
+    report: Report | None
+    """None where nobody is to be told: the lease is lost, or the run is over."""
+    stop_reason: StopReason
+    trajectory: Trajectory | None = None
+    """For `complete`; else what there is of it, for the counters."""
+    reason: MemberReason = MemberReason.AGENT_ERROR
+    error: str = ""
+    refused: bool = False
+    """An engine refused the request itself: another try cannot help."""
+    delay_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One leased member, from its lease to the answer that ends it."""
+
+    lease: Lease
+    group: GroupWork
+    attempts: int
+    leased_unix_s: float
+    deadline_mono_s: float
+    spans: SpanList = field(default_factory=SpanList)
+    lifecycle: dict[str, float] = field(default_factory=dict)
+    """Unix seconds of `attempt_start`, `gen_start`, `attempt_end`, as far as it got."""
+    task: asyncio.Task[None] | None = None
+    cause: Cause | None = None
+    cancelled_mono_s: float = 0.0
+    ended: bool = False
+    """Its ending was decided; what its task still does is ignored."""
+    sent: bool = False
+    """Its result was written to Redis: it is no longer in the beat set."""
+    submitted_mono_s: float = 0.0
+
+    def cancel(self, cause: Cause) -> None:
+        """Stop the attempt; the first cause counts."""
+        if self.ended or self.cause is not None:
+            return
+        self.cause, self.cancelled_mono_s = cause, time.monotonic()
+        if self.task is not None:
+            self.task.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class GroupWork:
+    """A group of which this worker holds at least one member."""
+
+    key: str
+    """The group's id as Redis names it."""
+    group: PromptGroup
+    routing_key: str
+    env: EnvRuntime | None
+    sampling: Sampling
+    tool_specs: list[Message] | None = None
+    problem: str = ""
+    """Why no member can run: a record that cannot be read, an unknown environment, …"""
+    members: int = 0
+    rendered: Any = None
+    """`PromptIds`, a future of them, or the fault that rendering gave (see `groups.py`)."""
+
+
+_OF_STATUS = {
+    Status.COMPLETED: StopReason.STOP,
+    Status.TRUNCATED: StopReason.RESPONSE_LENGTH,
+    Status.ABORTED: StopReason.ABORT_REQUESTED,
+    Status.FAILED: StopReason.AGENT_ERROR,
+    Status.PENDING: StopReason.AGENT_ERROR,
+}
+_BADNESS = {s: i for i, s in enumerate((Status.COMPLETED, Status.TRUNCATED, Status.ABORTED,
+                                        Status.PENDING, Status.FAILED))}  # fmt: skip
+
+
+def leaves_of(trajectory: Trajectory) -> list[Sample]:
+    """Return the samples of a trajectory, whatever its shape."""
+    return trajectory if isinstance(trajectory, list) else [trajectory]
+
+
+def worst_leaf(trajectory: Trajectory) -> Sample:
+    """Return the leaf whose ending decides the member's."""
+    return max(leaves_of(trajectory), key=lambda leaf: _BADNESS[leaf.status])
+
+
+def ending_of(trajectory: Trajectory) -> Ending:
+    """Return how a trajectory that was returned is reported, by the table of `errors.py`."""
+    worst = worst_leaf(trajectory)
+    stop_reason = worst.stop_reason or _OF_STATUS[worst.status]
+    report = report_of(stop_reason)
+    ending = Ending(report, stop_reason, trajectory)
+    if report is not Report.COMPLETE:
+        ending.reason = MemberReason(stop_reason.value)
+        ending.error = str(worst.metadata.get("error", stop_reason.value))[:MAX_ERROR_CHARS]
+    return ending
+
+
+def ending_of_cause(cause: Cause) -> Ending:
+    """Return how an attempt that we stopped ourselves is reported."""
+    if cause is Cause.DEADLINE:
+        return Ending(
+            Report.FINAL,
+            StopReason.DEADLINE,
+            reason=MemberReason.DEADLINE,
+            error="the attempt did not end within its deadline",
+        )
+    if cause is Cause.SHUTDOWN:
+        return Ending(
+            Report.BACK,
+            StopReason.ABORT_REQUESTED,
+            reason=MemberReason.SHUTDOWN,
+            error="the worker is shutting down",
+        )
+    return Ending(None, StopReason.ABORT_REQUESTED)
+
+
+def ending_of_fault(sample: Sample, fault: RolloutFault, *, refused: bool = False) -> Ending:
+    """Record a fault on its sample, and return how it is reported."""
+    message = f"{type(fault).__name__}: {fault.message}"[:MAX_ERROR_CHARS]
+    sample.finish(fault.reason, STATUS_OF[fault.reason])
+    sample.metadata["error"] = message
+    if fault.detail:
+        sample.metadata["error_detail"] = fault.detail
+    report = report_of(fault.reason, retryable=fault.retryable)
+    ending = Ending(report, fault.reason, sample, error=message, refused=refused)
+    if report is not Report.COMPLETE:
+        ending.reason = MemberReason(fault.reason.value)
+    return ending
