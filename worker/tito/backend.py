@@ -50,17 +50,36 @@ class Family:
 class RenderersBackend:
     """A `worker.types.Renderer` for one family and one vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
-        module = import_renderers(family.module)
-        configs = import_renderers("configs")
+    def __init__(
+        self, tokenizer: Tokenizer, inner: Any, close: int, reasoning: tuple[int, int] | None = None
+    ) -> None:
+        """Wrap a renderer of the package's protocol.
+
+        Args:
+            tokenizer: the one that `inner` encodes with.
+            inner: has `render_ids`, `bridge_to_next_turn`, `parse_response`, `get_stop_token_ids`.
+            close: the id that closes an assistant turn in the template.
+            reasoning: ids that open and close a reasoning block, where the family has them.
+        """
         self.tokenizer = tokenizer
-        self._inner: Any = getattr(module, family.renderer)(
-            tokenizer, getattr(configs, family.config)(**family.options)
-        )
+        self._inner = inner
         self._scan = import_renderers("reasoning").scan_reasoning
-        self._stop_ids = tuple(int(number) for number in self._inner.get_stop_token_ids())
-        self._close = family.tokens[family.close]
-        self._reasoning = family.reasoning and tuple(family.tokens[t] for t in family.reasoning)
+        self._stop_ids = tuple(int(number) for number in inner.get_stop_token_ids())
+        self._close = close
+        self._reasoning = reasoning
+
+    @classmethod
+    def of_family(cls, tokenizer: Tokenizer, family: Family) -> RenderersBackend:
+        """Return the renderer of a family over a vocabulary that has the family's ids."""
+        kind = getattr(import_renderers(family.module), family.renderer)
+        config = getattr(import_renderers("configs"), family.config)(**family.options)
+        ids = family.tokens
+        return cls(
+            tokenizer,
+            kind(tokenizer, config),
+            ids[family.close],
+            family.reasoning and (ids[family.reasoning[0]], ids[family.reasoning[1]]),
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ def load_renderer(tokenizer_path: str | Path, renderer_name: str) -> RenderersBa
         )
     tokenizer = Tokenizer.load(tokenizer_path, family.scaffold)
     _check_vocabulary(tokenizer, family, renderer_name)
-    renderer = RenderersBackend(tokenizer, family)
+    renderer = RenderersBackend.of_family(tokenizer, family)
     self_test(renderer, tokenizer.name_or_path)
     return renderer
 
