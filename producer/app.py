@@ -1,0 +1,152 @@
+"""The producer as a process: what it is made of, how it starts and how it stops.
+
+Owns the wiring and the signals. Never touches a prompt. Invariant: everything that can be wrong
+with configuration and rows is found before the run is opened, and Redis is asked for ten seconds
+at most before the process says that it is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any
+
+import structlog
+
+from rollstream.config import Loaded
+from rollstream.errors import RunMismatch
+from rollstream.logs import configure
+from rollstream.queue.queue import Queue
+from rollstream.settings import Settings
+
+from .gate import Gate
+from .identity import fingerprint_of, opening
+from .order import Order
+from .progress import bar, follow
+from .rows import RowRules
+from .sources import Source, open_source
+from .supply import Supply, TokenLimit
+
+FIRST_CONTACT_S = 8.0
+log = structlog.get_logger("producer")
+
+
+def run(loaded: Loaded) -> int:
+    """Run the producer until it is done or told to stop.
+
+    Raises:
+        ConfigError: the configuration or a row is wrong.
+        RunMismatch: the run's name is taken.
+        ConnectionError: Redis cannot be reached.
+    """
+    settings = loaded.settings
+    source = open_source(settings.producer.source)
+    supply = make_supply(settings, source)
+    with ExitStack() as stack:
+        drawn = None
+        if settings.producer.progress and sys.stderr.isatty():
+            drawn = stack.enter_context(bar(supply.order.total))
+        configure(settings.telemetry.log_format, settings.telemetry.log_level)
+        structlog.contextvars.bind_contextvars(run=settings.run.name)
+        supply.check()
+        asyncio.run(produce(settings, source, supply, drawn))
+    return 0
+
+
+def make_supply(settings: Settings, source: Source) -> Supply:
+    """Return what says which prompt belongs to which group index."""
+    producer = settings.producer
+    rules = RowRules(
+        {name: env.n_samples_per_prompt for name, env in settings.envs().items()},
+        producer.keys,
+        allow_off_distribution=settings.sampling.allow_off_distribution,
+        timeout_s=settings.aggregator.group_timeout_s,
+    )
+    order = Order(len(source), epochs=producer.epochs, shuffle_seed=producer.shuffle_seed)
+    limit = None
+    if producer.max_prompt_tokens is not None:
+        limit = TokenLimit(settings.model.tokenizer, producer.max_prompt_tokens)
+    skips = producer.on_bad_row == "skip"
+    return Supply(source, order, rules, skip_bad_rows=skips, token_limit=limit)
+
+
+async def produce(settings: Settings, source: Source, supply: Supply, drawn: Any) -> None:
+    """Open the run and produce, until done or SIGTERM."""
+    redis = settings.redis
+    fingerprint = fingerprint_of(settings, source)
+    async with AsyncExitStack() as stack:
+        queue = Queue.connect(
+            settings.redis_url(),
+            settings.run.name,
+            ca=None if redis.ca is None else str(redis.ca),
+            connect_timeout_s=redis.connect_timeout_s,
+        )
+        stack.push_async_callback(queue.aclose)
+        gate = Gate(
+            queue,
+            opening(settings, fingerprint),
+            fingerprint,
+            supply,
+            name=f"{socket.gethostname()}:{os.getpid()}",
+            lease_s=settings.worker.lease_s,
+            stay=settings.producer.stay,
+        )
+        check_startable(await first_contact(gate), settings.run.name)
+        stack.push_async_callback(gate.leave)
+        capacity = settings.producer.capacity_groups
+        log.info("run_open", groups=supply.order.total, rows=len(source), capacity=capacity)
+        beside = []
+        if settings.producer.progress:
+            beside.append(asyncio.create_task(follow(gate, queue, capacity, drawn)))
+        await until_stopped(asyncio.create_task(gate.run()), beside)
+
+
+async def first_contact(gate: Gate) -> str:
+    """Open the run, or say within ten seconds that Redis is not there."""
+    try:
+        async with asyncio.timeout(FIRST_CONTACT_S):
+            return await gate.open()
+    except TimeoutError:
+        raise ConnectionError(
+            f"Redis did not answer within {FIRST_CONTACT_S:.0f} s; check redis.url"
+        ) from None
+
+
+def check_startable(state: str, run: str) -> None:
+    """Refuse a run that is over: whoever starts a producer wants groups.
+
+    Raises:
+        RunMismatch: it ended.
+    """
+    if state == "ended":
+        raise RunMismatch(
+            f"run {run!r} has ended; its counters were left as they are: take another run.name, "
+            "or remove it first"
+        )
+
+
+async def until_stopped(work: asyncio.Task[None], beside: list[asyncio.Task[None]]) -> None:
+    """Wait for `work` or for SIGTERM, whichever comes first; nothing is lost by either."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    stopped = asyncio.create_task(stop.wait())
+    tasks: list[asyncio.Task[Any]] = [work, stopped, *beside]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if work.done() and not work.cancelled():
+        work.result()
+    for task in done:
+        if task is stopped:
+            log.info("stopping", why="signal")
+        elif not task.cancelled():
+            task.result()

@@ -1,0 +1,96 @@
+"""What a run is made of: its fingerprint, its budgets, and opening it.
+
+Owns the words in which a run is compared with the one of the same name. Never enqueues.
+Invariant: two producers with one fingerprint put the same prompt under the same group index, and
+sample it as often; a run of another fingerprint is refused and left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollstream.errors import RunMismatch
+from rollstream.group import EnvRule
+from rollstream.queue.calls import Arg, ScriptCall, open_run
+from rollstream.queue.keys import SCHEMA
+from rollstream.settings import Settings
+from rollstream.wire import encode_envs
+
+from .sources import Source
+
+MIN_WINDOW = 65536
+"""How far indexes may lie above the frontier: at least this, or eight times the capacity."""
+
+
+def fingerprint_of(settings: Settings, source: Source) -> str:
+    """Return what decides the groups of a run, as JSON that people can read."""
+    producer = settings.producer
+    parts: dict[str, Any] = {
+        "source": source.fingerprint,
+        "rows": len(source),
+        "n": {name: env.n_samples_per_prompt for name, env in settings.envs().items()},
+        "epochs": producer.epochs,
+        "shuffle_seed": producer.shuffle_seed,
+        "seed": settings.run.seed,
+    }
+    if producer.keys:
+        parts["keys"] = producer.keys
+    return json.dumps(parts, sort_keys=True, separators=(",", ":"))
+
+
+def opening(settings: Settings, fingerprint: str) -> ScriptCall[list[str]]:
+    """Return the call that creates the run, or sets its budgets anew."""
+    capacity = settings.producer.capacity_groups
+    rules = {
+        name: EnvRule(reward_key=env.reward.key, needs_reward=env.reward.kind != "none")
+        for name, env in settings.envs().items()
+    }
+    budgets: dict[str, Arg] = {
+        "lease_ms": int(settings.worker.lease_s * 1000),
+        "cap": capacity,
+        "W": max(8 * capacity, MIN_WINDOW),
+        "max_attempts": settings.worker.max_attempts,
+        "max_crashes": settings.worker.max_crashes,
+        "max_stale": settings.weights.max_staleness,
+        "max_body": settings.worker.max_body_bytes,
+        "envs": encode_envs(rules),
+    }
+    return open_run(SCHEMA, fingerprint, budgets)
+
+
+def check_opened(answer: list[str], run: str, fingerprint: str) -> str:
+    """Return the state of the run that was opened.
+
+    Raises:
+        RunMismatch: there is another run of that name.
+    """
+    if answer[0] != "mismatch":
+        return answer[1]
+    schema, theirs = answer[1], answer[2]
+    if schema != str(SCHEMA):
+        difference = f"was written by another version (layout {schema}, this one has {SCHEMA})"
+    else:
+        difference = f"exists already with other data: {_differences(theirs, fingerprint)}"
+    raise RunMismatch(
+        f"run {run!r} {difference}. The run was left as it is: take another run.name, "
+        "or remove it first"
+    )
+
+
+def _differences(theirs: str, ours: str) -> str:
+    there, here = _parts(theirs), _parts(ours)
+    names = [name for name in (*here, *there) if there.get(name) != here.get(name)]
+    return "; ".join(
+        f"{name} is {json.dumps(there.get(name))} there and {json.dumps(here.get(name))} here"
+        for name in dict.fromkeys(names)
+    )
+
+
+def _parts(fingerprint: str) -> Mapping[str, Any]:
+    try:
+        parts = json.loads(fingerprint)
+    except ValueError:
+        parts = None
+    return parts if isinstance(parts, dict) else {"fingerprint": fingerprint}
