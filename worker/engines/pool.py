@@ -27,7 +27,7 @@ from .request import new_rid
 from .sglang import SglangClient, new_transport
 from .wire_log import WireLog
 
-OUTCOMES: tuple[str, ...] = (*(finish.value for finish in Finish), *Detail)
+OUTCOMES: tuple[str, ...] = (*(f.value for f in Finish), *(d.value for d in Detail))
 """How a request can end, for metrics: a finish reason, or the detail of its fault."""
 _MASK = (1 << 64) - 1
 JITTER = 0.5

@@ -1,0 +1,115 @@
+"""Run the simulated engine: `python -m worker.engines.sim --tokenizer … --answers …`.
+
+Owns the command line. A stand-in for a model, and it says so on its first line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+
+from rollstream.errors import ConfigError
+
+from .answers import load_answers
+from .faults import Fault, FaultConfig
+from .http import port_of, serve
+from .policy import NOTICE, Policy, PolicyConfig
+from .server import SimEngine
+
+_FAULT_FIELDS = {kind: kind.value for kind in Fault} | {Fault.UNAVAILABLE: "unavailable"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    cli = argparse.ArgumentParser(
+        prog="python -m worker.engines.sim",
+        description=f"A simulated engine that speaks SGLang's protocol: {NOTICE}.",
+    )
+    cli.add_argument("--host", default="127.0.0.1")
+    cli.add_argument("--port", type=int, default=30000, help="0 takes a free one")
+    cli.add_argument("--tokenizer", required=True, help="path of a tokenizer.json (Qwen3's)")
+    cli.add_argument("--answers", default="", help="reasoning_gym:NAME?size=…&seed=… or jsonl:PATH")
+    cli.add_argument("--context-tokens", type=int, default=32768)
+    cli.add_argument("--weight-version", default="default")
+    default = FaultConfig()
+    cli.add_argument("--latency-median-s", type=float, default=default.latency_median_s)
+    cli.add_argument("--latency-sigma", type=float, default=default.latency_sigma)
+    cli.add_argument("--token-s", type=float, default=default.token_s, help="pace of one token")
+    cli.add_argument("--seed", type=int, default=0, help="of faults and latencies, never of text")
+    for kind in Fault:
+        cli.add_argument(
+            f"--fault-{kind.value.replace('_', '-')}",
+            dest=f"fault_{_FAULT_FIELDS[kind]}",
+            type=float,
+            default=0.0,
+            metavar="SHARE",
+        )
+    cli.add_argument("--slow-factor", type=float, default=default.slow_factor)
+    policy = PolicyConfig()
+    for name, value in policy.to_dict().items():
+        flag = "--" + name.replace("_", "-")
+        cli.add_argument(flag, type=type(value), default=value, metavar="N")
+    return cli
+
+
+def build(args: argparse.Namespace) -> SimEngine:
+    """Return the engine that the command line asks for.
+
+    Raises:
+        ConfigError: a value that makes no sense.
+    """
+    faults = FaultConfig(
+        **{name: getattr(args, f"fault_{name}") for name in _FAULT_FIELDS.values()},
+        slow_factor=args.slow_factor,
+        latency_median_s=args.latency_median_s,
+        latency_sigma=args.latency_sigma,
+        token_s=args.token_s,
+        seed=args.seed,
+    )
+    faults.check()
+    config = PolicyConfig(**{name: getattr(args, name) for name in PolicyConfig().to_dict()})
+    answers = load_answers(args.answers)
+    try:
+        policy = Policy.load(args.tokenizer, answers, config)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exception
+        raise ConfigError(f"--tokenizer {args.tokenizer}: {error}") from None
+    return SimEngine(
+        policy,
+        faults=faults,
+        context_tokens=args.context_tokens,
+        weight_version=args.weight_version,
+    )
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    engine = build(args)
+    server = await serve(engine.handle, args.host, args.port)
+    url = f"http://{args.host}:{port_of(server)}"
+    sys.stdout.write(f"simulated engine ({NOTICE}) on {url}\n")
+    sys.stdout.flush()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+    server.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0 after a signal, 2 where the command line is wrong."""
+    args = parser().parse_args(argv)
+    try:
+        asyncio.run(run(args))
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"simulated engine: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The scripted policy: what the simulated engine says, as a pure function.
+
+A STAND-IN FOR A MODEL, NOT A MODEL: it looks answers up in a table, and a hash says whether it is
+right.
+
+Owns `expected`, which the server and an auditor call alike. Never keeps state, looks at a clock, or
+draws from a shared generator. Invariant: ids and log-probs are a function of (sampling_seed, the
+ids up to the last generation prompt, absolute position). What follows that generation prompt is
+the partial text of a call that was cut, so a resumed call continues the same text; a fault changes
+only where a reply ends, or whether it arrives.
+
+Axes: P prompt ids, C ids of one reply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from rollstream.sample import LogProbs, TokenIds
+
+from .script import Draw, Situation, write_text
+from .vocabulary import Vocabulary
+
+NOTICE = "a scripted stand-in for a model, not a model"
+DEFAULT_SEED = 42
+"""Of a request without a seed, as SGLang's deterministic inference has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """What the policy does how often; an auditor needs the same values."""
+
+    think_rate: float = 0.5
+    """Share of replies that begin with a reasoning block."""
+    tool_rate: float = 0.6
+    """Share of first replies that call a tool, where the prompt lists one."""
+    again_rate: float = 0.15
+    """Share of later replies that call it once more."""
+    malformed_rate: float = 0.02
+    """Share of tool calls that are not valid JSON."""
+    never_rate: float = 0.1
+    """Share of problems that no member solves."""
+    always_rate: float = 0.1
+    """Share of problems that every member solves; the others are solved in 20-80 % of the cases."""
+    split_rate: float = 0.03
+    """Share of tokens that are sampled as two that spell the same: not the canonical encoding."""
+    max_sentences: int = 8
+    """Of reasoning, and of explanation before an answer."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy says to one request, before any fault."""
+
+    ids: TokenIds
+    """[C]"""
+    log_probs: LogProbs
+    """[C] of the same ids; negative, finite."""
+    finish: str
+    """`stop` or `length`."""
+    matched: int | str | None = None
+    """Stop id or stop string."""
+
+
+class Policy:
+    """The pure function, with what it is a function *under*: a vocabulary, answers, rates."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, answers: Mapping[str, str], config: PolicyConfig | None = None
+    ) -> None:
+        self.config = config or PolicyConfig()
+        self.vocabulary = Vocabulary(tokenizer)
+        self._answers = answers
+
+    @classmethod
+    def load(
+        cls, tokenizer_path: str, answers: Mapping[str, str], config: PolicyConfig | None = None
+    ) -> Policy:
+        """Read a `tokenizer.json`.
+
+        Raises:
+            ConfigError: it has not the chat format's control tokens.
+        """
+        return cls(Tokenizer.from_file(tokenizer_path), answers, config)
+
+    def expected(
+        self, prompt_ids: Sequence[int] | TokenIds, sampling: Mapping[str, Any]
+    ) -> tuple[TokenIds, LogProbs]:
+        """Return the ids and log-probs that a call without a fault gets.
+
+        Args:
+            prompt_ids: [P] everything that the engine was sent, as `Sample.tokens[:call.start]`.
+            sampling: `Call.sampling`: `seed` (or SGLang's `sampling_seed`), `max_new_tokens`,
+                `stop_token_ids`, `stop`; other parameters change nothing.
+
+        Shape: [C] int32, [C] float32.
+        """
+        reply = self.reply(prompt_ids, sampling)
+        return reply.ids, reply.log_probs
+
+    def reply(self, prompt_ids: Sequence[int] | TokenIds, sampling: Mapping[str, Any]) -> Reply:
+        """Return what `expected` does, with the reason why it ends."""
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        seed = sampling.get("seed", sampling.get("sampling_seed"))
+        head, said, script, key = self._script(prompt, DEFAULT_SEED if seed is None else int(seed))
+        ids, matched = self._cut_at_stops(script[said:], sampling)
+        finish = "stop"
+        limit = sampling.get("max_new_tokens")
+        limit = 128 if limit is None else int(limit)
+        if len(ids) > limit:
+            ids, finish, matched = ids[:limit], "length", None
+        positions = np.arange(head + said, head + said + len(ids), dtype=np.uint64)
+        return Reply(ids, _log_probs(key, positions), finish, matched)
+
+    def mismatch(
+        self,
+        prompt_ids: Sequence[int] | TokenIds,
+        sampling: Mapping[str, Any],
+        ids: TokenIds,
+        log_probs: LogProbs,
+    ) -> str | None:
+        """Return how one delivered call differs from what the policy says, None if it does not.
+
+        A fault may have cut it: what was delivered must be a prefix, id for id and bit for bit.
+        """
+        want_ids, want_log_probs = self.expected(prompt_ids, sampling)
+        num = len(ids)
+        if num > len(want_ids):
+            return f"{num} ids, at most {len(want_ids)} were sampled"
+        if len(log_probs) != num:
+            return f"{num} ids, {len(log_probs)} log-probs"
+        differs = np.flatnonzero(np.asarray(ids) != want_ids[:num])
+        if len(differs):
+            at = int(differs[0])
+            return f"id {at} is {int(ids[at])}, {int(want_ids[at])} was sampled"
+        differs = np.flatnonzero(np.asarray(log_probs, dtype=np.float32) != want_log_probs[:num])
+        if len(differs):
+            at = int(differs[0])
+            return f"log-prob {at} is {log_probs[at]!r}, {want_log_probs[at]!r} was sampled"
+        return None
+
+    def _script(self, prompt: TokenIds, seed: int) -> tuple[int, int, TokenIds, int]:
+        """Return (length of the head, how many ids are said already, the whole reply, lp key).
+
+        Ids behind the generation prompt that are no prefix of this script were not said by it (a
+        prefilled answer, a prompt without any chat format): then the head is the whole prompt.
+        """
+        opener = self.vocabulary.opener_end(prompt)
+        if opener is not None:
+            script, key = self._write(prompt[:opener], seed)
+            said = len(prompt) - opener
+            if said <= len(script) and np.array_equal(prompt[opener:], script[:said]):
+                return opener, said, script, key
+        script, key = self._write(prompt, seed)
+        return len(prompt), 0, script, key
+
+    def _write(self, head: TokenIds, seed: int) -> tuple[TokenIds, int]:
+        digest = hashlib.blake2b(
+            np.ascontiguousarray(head, dtype="<i4").tobytes(),
+            digest_size=24,
+            key=(seed & (2**64 - 1)).to_bytes(8, "little"),
+        ).digest()
+        text_key, split_key, lp_key = (
+            int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16)
+        )
+        question, tools, results = self.vocabulary.read_prompt(head)
+        situation = Situation(
+            question=question,
+            answer=self._answers.get(question),
+            tools=tools,
+            num_results=results,
+        )
+        text = write_text(situation, self.config, Draw(text_key))
+        ids = self.vocabulary.encode_reply(text)
+        return self._split(ids, split_key), lp_key
+
+    def _split(self, ids: TokenIds, key: int) -> TokenIds:
+        """Return the same text with some tokens spelt as two."""
+        chosen = np.flatnonzero(
+            _unit(_mix(key, np.arange(len(ids), dtype=np.uint64))) < self.config.split_rate
+        )
+        if not len(chosen):
+            return ids
+        parts: list[TokenIds] = []
+        behind = 0
+        for at in chosen.tolist():
+            pair = self.vocabulary.two_for(int(ids[at]), key + at)
+            if pair is not None:
+                parts += [ids[behind:at], np.array(pair, dtype=np.int32)]
+                behind = at + 1
+        return np.concatenate([*parts, ids[behind:]])
+
+    def _cut_at_stops(
+        self, ids: TokenIds, sampling: Mapping[str, Any]
+    ) -> tuple[TokenIds, int | str | None]:
+        """Return the ids up to the first stop id or stop string, which is kept (no_stop_trim)."""
+        matched: int | str | None = self.vocabulary.im_end
+        stop_ids = sampling.get("stop_token_ids") or ()
+        hits = np.flatnonzero(np.isin(ids, list(stop_ids))).tolist() if len(stop_ids) else []
+        if hits:
+            ids, matched = ids[: hits[0] + 1], int(ids[hits[0]])
+        stops = sampling.get("stop") or ()
+        for stop in [stops] if isinstance(stops, str) else stops:
+            num = self.vocabulary.num_until(ids, stop)
+            if num is not None:
+                ids, matched = ids[:num], stop
+        return ids, matched
+
+
+Bits: TypeAlias = npt.NDArray[np.uint64]
+
+
+def _mix(key: int, counters: Bits) -> Bits:
+    """Return one well-mixed 64-bit number per counter (splitmix64)."""
+    with np.errstate(over="ignore"):
+        z = counters * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _unit(bits: Bits) -> npt.NDArray[np.float64]:
+    """Return numbers in [0, 1) with 53 bits, exact on every machine."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _log_probs(key: int, positions: Bits) -> LogProbs:
+    """Return log-probs in (-4.01, 0): mostly near 0, sometimes far from it.
+
+    Products only: IEEE fixes their bits, which it does not for powers and logarithms.
+    """
+    unit = _unit(_mix(key, positions))
+    return np.asarray(-(unit * unit * unit * 4.0) - 2.0**-20, dtype=np.float32)

@@ -1,0 +1,164 @@
+"""SGLang's `/generate` as the simulated engine reads it: what is refused, and in which words.
+
+Owns the checks that SGLang makes before it samples, and the spans of weight versions. Never
+answers anything itself. Invariant: what a real server of this protocol refuses is refused here too
+(unknown sampling parameters, prompts over the context, a rid in use), so that a client that works
+here works there; what this engine cannot do is refused by name rather than ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rollstream.errors import RollstreamError
+
+from ..request import new_rid
+
+_SAMPLING_KEYS: tuple[str, ...] = tuple(
+    "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
+    "presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag "
+    "ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim stream_interval "
+    "logit_bias sampling_seed custom_params beam_width watermark choice".split()
+)
+"""What SGLang takes; anything else is HTTP 400 there and here."""
+_UNABLE: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "stop_regex": (None,),
+    "logit_bias": (None, {}),
+    "ignore_eos": (None, False),
+    "min_new_tokens": (None, 0),
+    "beam_width": (None,),
+    "choice": (None, []),
+}
+"""What a script cannot honour, with the values that ask for nothing."""
+
+
+class Refused(RollstreamError):
+    """The request is answered with HTTP 400."""
+
+    def __init__(self, message: str, *, contract: bool = False) -> None:
+        super().__init__(message)
+        self.body = error_body(message, contract=contract)
+
+
+def error_body(message: str, *, contract: bool = False) -> bytes:
+    """Return an error in SGLang's shape; its contract gate answers the text itself."""
+    return msgspec.json.encode({"error": message if contract else {"message": message}})
+
+
+class _Body(msgspec.Struct):
+    input_ids: list[int] | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: str | None = None
+    stream: bool | None = None
+    text: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateBody:
+    """A request that will be answered."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: dict[str, Any]
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+def read_generate(
+    raw: bytes, context_tokens: int, vocabulary_size: int, in_use: Container[str]
+) -> GenerateBody:
+    """Return what is asked for.
+
+    Raises:
+        Refused: in SGLang's words where SGLang refuses it too.
+    """
+    try:
+        body = _DECODER.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(str(error), contract=True) from None
+    ids = body.input_ids
+    if body.text is not None or ids is None:
+        raise Refused("the simulated engine takes input_ids, not text")
+    if body.stream:
+        raise Refused("the simulated engine does not stream; send stream: false")
+    if not ids:
+        raise Refused("input_ids is empty")
+    if min(ids) < 0 or max(ids) >= vocabulary_size:
+        raise Refused(f"input_ids has an id outside 0..{vocabulary_size - 1}")
+    if body.rid is not None and body.rid in in_use:
+        raise Refused(f"Duplicate request ID detected: {body.rid}")
+    sampling = body.sampling_params or {}
+    _check_sampling(sampling)
+    _check_length(len(ids), sampling.get("max_new_tokens"), context_tokens)
+    return GenerateBody(body.rid or new_rid(), ids, sampling)
+
+
+def _check_sampling(sampling: dict[str, Any]) -> None:
+    for key in sampling:
+        if key not in _SAMPLING_KEYS:
+            known = ", ".join(f"`{name}`" for name in _SAMPLING_KEYS)
+            raise Refused(f"unknown field `{key}`, expected one of {known}", contract=True)
+    for key, nothing in _UNABLE.items():
+        if key in sampling and sampling[key] not in nothing:
+            raise Refused(f"the simulated engine cannot honour {key}")
+    for key in ("max_new_tokens", "sampling_seed"):
+        value = sampling.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise Refused(f"invalid type: {value!r}, expected i64", contract=True)
+    limit = sampling.get("max_new_tokens")
+    if limit is not None and limit < 0:
+        raise Refused(f"max_new_tokens must be at least 0, got {limit}.")
+
+
+def _check_length(num_prompt: int, num_new: int | None, context_tokens: int) -> None:
+    if num_prompt >= context_tokens:
+        raise Refused(
+            f"The input ({num_prompt} tokens) is longer than the model's context length "
+            f"({context_tokens} tokens)."
+        )
+    if num_new is not None and num_prompt + num_new > context_tokens:
+        raise Refused(
+            f"Requested token count exceeds the model's maximum context length of "
+            f"{context_tokens} tokens. You requested a total of {num_prompt + num_new} tokens."
+        )
+
+
+def weight_label(version: Any) -> str:
+    """Return a version as SGLang keeps it: text."""
+    if isinstance(version, bool) or not isinstance(version, (str, int)):
+        raise Refused(f"new_version {version!r} is not text")
+    return str(version)
+
+
+def version_spans(
+    changes: Sequence[tuple[str, int]], current: str, num_tokens: int
+) -> list[dict[str, Any]]:
+    """Return which version sampled which tokens of one reply, as SGLang reports it.
+
+    Args:
+        changes: (version that ended, after how many tokens), in order.
+        current: the version at the end.
+        num_tokens: C.
+    """
+    spans: list[dict[str, Any]] = []
+    behind = 0
+    for version, end in [*changes, (current, num_tokens)]:
+        end = min(end, num_tokens)  # a reply may be cut before a change
+        if end <= behind and spans:
+            continue
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = end
+        else:
+            spans.append({"version": version, "start": behind, "end": end})
+        behind = end
+    return spans
