@@ -15,7 +15,7 @@ from rollstream.group import EnvRule, FinishedGroup, MemberHeader, Missing, Traj
 from rollstream.wire import decode_body, decode_header, decode_prompt
 
 if TYPE_CHECKING:
-    from rollstream.queue.queue import StoredGroup
+    from rollstream.queue.reads import StoredGroup
 
 DEFAULT_RULE = EnvRule()
 
@@ -59,7 +59,7 @@ def assemble(stored: StoredGroup, rules: Mapping[str, EnvRule]) -> tuple[Finishe
         body = stored.bodies[member]
         if body is None:
             raise WireError(f"group {group_index}: the body of member {member} is gone")
-        trajectory = decode_body(body, prompt, stored.texts[member])
+        trajectory = decode_body(body, prompt, stored.texts[member] if stored.texts else None)
         _take_rewards(trajectory, header, group_index)
         samples.append(trajectory)
         for leaf in header.leaves:

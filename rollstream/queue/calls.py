@@ -381,9 +381,9 @@ def present(role: str, name: str, *, leaving: bool = False) -> ScriptCall[Contro
     return ScriptCall("present", (role, name, "leaving" if leaving else "here"), _parse_control)
 
 
-def set_version(version: int) -> ScriptCall[ControlAnswer]:
-    """Raise the run's weight version (never lowers it)."""
-    return ScriptCall("control", ("version", version), _parse_control)
+def set_version(version: int, label: str | None = None) -> ScriptCall[ControlAnswer]:
+    """Raise the run's weight version (never lowers it); `label` is the engines' own name of it."""
+    return ScriptCall("control", ("version", version, label or ""), _parse_control)
 
 
 def _parse_control(answer: Any) -> ControlAnswer:

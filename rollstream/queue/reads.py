@@ -7,12 +7,14 @@ Invariant: a read changes nothing but the pending lists of the two streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rollstream.group import EnvRule
 from rollstream.queue.calls import Arg, ScriptCall, deliver
 from rollstream.queue.keys import FULL_GROUP, READY_CONSUMER, READY_GROUP
+from rollstream.wire import decode_envs
 
 T = TypeVar("T")
 Command = tuple[Arg, ...]
@@ -64,6 +66,10 @@ class RunInfo:
     """Of the latest rewind; empty where there was none."""
     clock_ms: int
     """The queue clock at the latest sweep."""
+    version_label: str = ""
+    """The engines' own name of the current weights, where the trainer gave one."""
+    envs: Mapping[str, EnvRule] = field(default_factory=dict)
+    """What of each environment decides usability, as the producer opened the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +145,11 @@ def info(prefix: str, run: str) -> Read[RunInfo | None]:
 
 
 def _parse_info(run: str, reply: Any) -> RunInfo | None:
-    m = {_text(name): _text(value) for name, value in _pairs(reply)}
-    if "state" not in m:
+    raw = {_text(name): value for name, value in _pairs(reply)}
+    if "state" not in raw:
         return None
+    envs = decode_envs(raw.pop("envs", None))
+    m = {name: _text(value) for name, value in raw.items()}
     return RunInfo(
         run=run,
         schema=int(m["schema"]),
@@ -165,6 +173,8 @@ def _parse_info(run: str, reply: Any) -> RunInfo | None:
         consumer=m["consumer"],
         rewind_id=m["rewind_id"],
         clock_ms=int(m["clock"]),
+        version_label=m.get("label", ""),
+        envs=envs,
     )
 
 

@@ -1,5 +1,5 @@
 -- control: connect of a trainer, weight version, pause, resume, one budget. All are absolute.
--- argv: connect consumer number | version v | pause mode | resume | set budget value
+-- argv: connect consumer number | version v label | pause mode | resume | set budget value
 -- keys: m HASH, d ZSET, ctl STREAM, bell LIST
 -- group: -
 -- member: -
@@ -23,9 +23,9 @@ function change.connect(consumer, number)
   return true
 end
 
-function change.version(version)
+function change.version(version, label)
   if tonumber(version) <= tonumber(run.version) then return false end
-  call('HSET', M, 'version', version)
+  call('HSET', M, 'version', version, 'label', label or '')
   return true
 end
 

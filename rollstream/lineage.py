@@ -1,0 +1,181 @@
+"""A trainer's claim to a run: who it is, what it counts as ended, and whether Redis still agrees.
+
+Owns the consumer token, the connect number, the rewind id, the terminal ids and the weight version
+of one trainer process. Never reads groups. Invariant: `terminal` only grows while the process
+lives; a server that knows less (it lost its last second, or everything) is told again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from rollstream.errors import ConsumerTaken, RunLost, StreamError
+from rollstream.frontier import TerminalIds
+from rollstream.queue import calls
+from rollstream.queue.calls import ControlAnswer
+
+if TYPE_CHECKING:
+    from rollstream.queue.blocking import BlockingQueue
+
+log = logging.getLogger("rollstream.stream")
+
+MAX_ABOVE = 8192
+"""More own ids above the own frontier than this are folded into Redis's frontier."""
+_CONNECT_TRIES = 20
+
+
+class RunMissing(RunLost):
+    """Redis has no such run at the moment; a producer may open it again."""
+
+
+class Lineage:
+    """The trainer's side of the frontier.
+
+    Attributes:
+        consumer: token that every deliver, ack, retire and rewind carries.
+        number: of this trainer's connect; it rises with every connect to the run.
+        terminal: ids that are never handed out: of the checkpoint, acked here, ended in Redis.
+        version: the weight version that this process asserts.
+        rollbacks: how often Redis was found to know less than this process.
+    """
+
+    def __init__(self, queue: BlockingQueue) -> None:
+        self._queue = queue
+        self.consumer = secrets.token_hex(8)
+        self.number = 0
+        self.terminal = TerminalIds()
+        self.version = 0
+        self.rollbacks = 0
+        self._rewind_id = ""
+        self._server_id = ""
+        self._unsettled = False
+        """Redis was found to know less and may not have heard everything yet."""
+
+    def claim(self, terminal: TerminalIds | None, version: int | None) -> ControlAnswer:
+        """Become the run's consumer, and rewind the run to a checkpoint where there is one.
+
+        Args:
+            terminal: the checkpoint's ids; None goes on where the run stands.
+            version: the checkpoint's weight version; None takes the run's.
+
+        Raises:
+            RunMissing: there is no such run.
+            ConsumerTaken: another trainer connected at the same moment.
+        """
+        self._server_id = self._read_server_id()
+        answer = self._connect(0)
+        self._rewind_id = answer.rewind_id
+        theirs = self._read_terminal()
+        self.terminal = theirs if terminal is None else terminal.copy()
+        self.version = answer.version if version is None else version
+        if self.terminal != theirs:
+            self._rewind()
+        return self._queue.call(calls.set_version(self.version))
+
+    def check(self) -> ControlAnswer:
+        """Compare Redis with what this process knows, and tell Redis again what it forgot.
+
+        Raises:
+            RunMissing: there is no such run.
+            ConsumerTaken: a later trainer took the run over.
+        """
+        server_id = self._read_server_id()
+        answer = self._queue.call(calls.set_version(self.version))
+        if answer.state == "lost":
+            raise RunMissing(f"Redis has no run {self._queue.run!r}")
+        if answer.connects > self.number or (
+            answer.connects == self.number and answer.consumer != self.consumer
+        ):
+            raise ConsumerTaken(
+                f"another trainer connected to run {self._queue.run!r} (connect "
+                f"{answer.connects}, this one is {self.number}); nothing more can be acked here"
+            )
+        rolled_back = answer.connects < self.number or server_id != self._server_id
+        if rolled_back or self._unsettled:
+            self._unsettled = True
+            answer = self._assert_again(answer)
+            self._server_id, self._unsettled = server_id, False
+        return answer
+
+    def ended(self, group_indexes: list[int]) -> None:
+        """Count groups as ended: acked here, or dropped here."""
+        self.terminal.add(group_indexes)
+
+    def snapshot(self) -> TerminalIds:
+        """Return everything that this process or Redis counts as ended; one lineage, never two.
+
+        Raises:
+            RunMissing: there is no such run.
+            ConsumerTaken: a later trainer took the run over.
+        """
+        for _ in range(_CONNECT_TRIES):
+            self.check()
+            rollbacks, theirs = self.rollbacks, self._read_terminal()
+            self.check()
+            if self.rollbacks == rollbacks:
+                self.terminal.join(theirs)
+                return self.terminal.copy()
+        raise StreamError(f"run {self._queue.run!r}: Redis keeps losing what it was told")
+
+    def fold(self) -> None:
+        """Bound the memory of `terminal`: groups that filters dropped leave holes in it."""
+        if self.terminal.num_above > MAX_ABOVE:
+            self.snapshot()
+
+    def _assert_again(self, answer: ControlAnswer) -> ControlAnswer:
+        """A rollback: token, weight version and terminal ids are Redis's to learn again."""
+        self.rollbacks += 1
+        same_lineage = answer.rewind_id == self._rewind_id
+        answer = self._connect(answer.connects)
+        self._queue.call(calls.set_version(self.version))
+        theirs = self._read_terminal()
+        log.warning(
+            "redis lost what it knew: asserting again",
+            extra={"run": self._queue.run, "frontier": theirs.frontier, "connect": self.number},
+        )
+        if same_lineage:
+            self.terminal.join(theirs)
+        if self.terminal != theirs:
+            self._rewind()
+        else:
+            self._rewind_id = answer.rewind_id
+        return answer
+
+    def _connect(self, at_least: int) -> ControlAnswer:
+        number = max(self.number, at_least) + 1
+        for _ in range(_CONNECT_TRIES):
+            answer = self._queue.call(calls.connect(self.consumer, number))
+            if answer.state == "lost":
+                raise RunMissing(f"Redis has no run {self._queue.run!r}")
+            if answer.consumer == self.consumer:
+                self.number = answer.connects
+                return answer
+            number = answer.connects + 1
+        raise ConsumerTaken(f"other trainers keep connecting to run {self._queue.run!r}")
+
+    def _rewind(self) -> None:
+        # Kept before it is known to have arrived: an answer that is lost must not look foreign.
+        rewind_id = self._rewind_id = secrets.token_hex(8)
+        terminal = self.terminal
+        answer = self._queue.call(
+            calls.rewind(self.consumer, rewind_id, terminal.frontier, terminal.bitmap())
+        )
+        if answer.taken:
+            raise ConsumerTaken(f"another trainer took run {self._queue.run!r} over")
+        log.info(
+            "rewound",
+            extra={"run": self._queue.run, "frontier": answer.frontier, "epoch": answer.epoch,
+                   "seen": answer.seen, "beyond": answer.beyond},
+        )  # fmt: skip
+
+    def _read_terminal(self) -> TerminalIds:
+        try:
+            state = self._queue.call(calls.state())
+        except RunLost as error:
+            raise RunMissing(str(error)) from None
+        return TerminalIds(state.frontier, state.bitmap)
+
+    def _read_server_id(self) -> str:
+        return str(self._queue.client.info("server")["run_id"])

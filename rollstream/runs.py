@@ -1,0 +1,107 @@
+"""Which runs a server holds, and how a process waits for one.
+
+Owns the scan for runs and the sentences about a server that is away or a run that is missing.
+Never creates a run: producers do. Invariant: every wait here is bounded, and says that it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis import exceptions as redis_errors
+
+from rollstream.errors import RunLost, StreamError
+from rollstream.queue.keys import run_of
+
+if TYPE_CHECKING:
+    from rollstream.queue.blocking import BlockingQueue
+    from rollstream.queue.reads import RunInfo
+
+log = logging.getLogger("rollstream.stream")
+
+OUTAGES = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.BusyLoadingError,
+    redis_errors.ReadOnlyError,
+    redis_errors.MasterDownError,
+)
+"""What a server answers, or does not, while it is away, loading, or not the master."""
+REFUSALS = (redis_errors.AuthenticationError, redis_errors.NoPermissionError)
+"""What waiting does not heal (the first is a ConnectionError for redis-py)."""
+POLL_S = 0.25
+MAX_RUNS = 1000
+
+
+def list_runs(client: redis.Redis) -> list[str]:
+    """Return the names of the runs on a server, sorted; at most `MAX_RUNS`."""
+    names: set[str] = set()
+    for key in client.scan_iter(match="rs:{*}:m", count=1000):
+        names.add(run_of(key.decode(errors="replace")))
+        if len(names) >= MAX_RUNS:
+            break
+    return sorted(names)
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without its password, for messages."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def await_run(queue: BlockingQueue, url: str, timeout_s: float) -> RunInfo:
+    """Return the run's info as soon as it exists.
+
+    Raises:
+        StreamError: the server cannot be reached, or refuses us.
+        RunLost: there is no such run; names those that exist.
+    """
+    limit, told = time.monotonic() + timeout_s, False
+    while True:
+        trouble: Exception | None = None
+        try:
+            info = queue.info()
+            if info is not None:
+                return info
+        except REFUSALS as error:
+            raise StreamError(f"Redis at {shown_url(url)} refuses this client: {error}") from None
+        except OUTAGES as error:
+            trouble = error
+        if time.monotonic() >= limit:
+            raise missing(queue, url, timeout_s, trouble) from trouble
+        if not told:
+            told = True
+            log.info(
+                "waiting for the run",
+                extra={"run": queue.run, "timeout_s": timeout_s, "redis": shown_url(url)},
+            )
+        time.sleep(min(POLL_S, max(0.0, limit - time.monotonic())))
+
+
+def missing(
+    queue: BlockingQueue, url: str, timeout_s: float, trouble: Exception | None = None
+) -> StreamError:
+    """Return the error of a run that could not be reached or found within `timeout_s`."""
+    where = shown_url(url)
+    if trouble is None:
+        try:
+            others = list_runs(queue.client)
+        except OUTAGES as error:
+            trouble = error
+        else:
+            known = f"runs there: {', '.join(others)}" if others else "there is no run at all"
+            return RunLost(
+                f"no run {queue.run!r} at {where} after {timeout_s:g} s ({known}); a producer "
+                f"opens it: python -m producer --run.name {queue.run}"
+            )
+    return StreamError(
+        f"Redis at {where} cannot be reached (waited {timeout_s:g} s): {trouble}; start it, or "
+        "correct the URL"
+    )

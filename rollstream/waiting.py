@@ -1,0 +1,163 @@
+"""One wait for one batch: the clock of stalls, and the judgement of every idle moment.
+
+Owns how long nothing moved and what that means. Never holds groups: `Hold` does, so whatever ends
+a wait loses nothing. Invariant: every single block is half a second at most, and between two of
+them the run was swept, the claim checked, and the pending list read where it might hold more.
+"""
+
+from __future__ import annotations
+
+import time
+
+from redis.exceptions import ResponseError
+
+from rollstream import ends
+from rollstream.errors import CapacityTooSmall, StreamError
+from rollstream.hold import MAX_WAIT_S, PAUSE_S, Hold
+from rollstream.intake import Fenced
+from rollstream.lineage import RunMissing
+from rollstream.queue.reads import StreamEntry
+from rollstream.runs import OUTAGES, REFUSALS, missing
+
+REPAGE_S = 1.0
+"""A wait that was idle for this long reads the pending list again."""
+TROUBLES = (Fenced, RunMissing, ResponseError, *OUTAGES)
+_NO_GROUP = "NOGROUP"
+
+
+class Wait:
+    """Alternate `step` (needs the stream's lock) and `block` (must not have it) until it ends.
+
+    Attributes:
+        over: the run is over; a last, short batch may be left in the buffer.
+    """
+
+    def __init__(self, hold: Hold, groups: int, timeout_s: float) -> None:
+        self._hold, self._groups, self._timeout_s = hold, groups, timeout_s
+        self.over = False
+        self._entries: list[StreamEntry] = []
+        self._moved_mono_s = self._paged_mono_s = time.monotonic()
+        self._stuck_mono_s: float | None = None
+        self._lost_mono_s: float | None = None
+        self._num_ended: int | None = None
+        self._idle = False
+
+    def step(self) -> bool:
+        """Do everything that needs the lock; whether a full batch waits in the buffer.
+
+        Raises:
+            StreamError: how the wait ends otherwise, see `GroupStream.batches`.
+        """
+        try:
+            ready = self._advance()
+        except REFUSALS as error:
+            raise StreamError(f"Redis refuses this client: {error}") from error
+        except TROUBLES as error:
+            self._outlast(error)
+            return False
+        self._lost_mono_s = None
+        return ready
+
+    def block(self) -> None:
+        """Wait a moment for new entries."""
+        hold = self._hold
+        if hold.intake.is_paging:
+            return
+        wanted = self._groups - len(hold.buffer)
+        try:
+            self._entries = hold.intake.read_new(wanted, min(MAX_WAIT_S, self._timeout_s))
+        except REFUSALS as error:
+            raise StreamError(f"Redis refuses this client: {error}") from error
+        except TROUBLES as error:
+            self._outlast(error)
+        self._idle = not self._entries
+
+    def _advance(self) -> bool:
+        hold = self._hold
+        hold.pulse()
+        self._refuse()
+        if self.over:
+            return False
+        if self._entries:
+            entries, self._entries = self._entries, []
+            hold.keep(hold.intake.take(entries))
+            self._moved()
+        if hold.page(self._groups):
+            self._moved()
+        hold.drop_stale()
+        if len(hold.buffer) >= self._groups:
+            return True
+        if self._idle:
+            self._judge()
+        return False
+
+    def _moved(self) -> None:
+        self._moved_mono_s = time.monotonic()
+        self._idle, self._stuck_mono_s = False, None
+
+    def _refuse(self) -> None:
+        """Raise what no waiting can heal."""
+        hold, info = self._hold, self._hold.info
+        if info.state in ends.ABORTED_STATES and hold.aborted_here:
+            hold.buffer.clear()
+            self.over = True
+            return
+        error = ends.failure(info)
+        if error is not None:
+            raise error
+        if self._groups > info.capacity:
+            raise CapacityTooSmall(self._groups, info.capacity, len(hold.held))
+
+    def _judge(self) -> None:
+        """Nothing came for a while: say whether the run is over, stuck, or just slow."""
+        hold, now = self._hold, time.monotonic()
+        num_ended = sum(
+            count
+            for name, count in hold.queue.counters().items()
+            if name == "acked" or name.startswith("dropped:")
+        )
+        look = ends.Look(hold.info, hold.queue.depths(), hold.queue.presence())
+        if num_ended != self._num_ended:
+            self._moved_mono_s = now if self._num_ended is not None else self._moved_mono_s
+            self._num_ended = num_ended
+        is_over = ends.is_over(look)
+        if is_over or now - self._paged_mono_s >= REPAGE_S:
+            # An answer may have been lost on its way: its entries are pending, and nobody has them.
+            self._paged_mono_s = now
+            hold.intake.page_again()
+            if hold.page(self._groups):
+                self._moved()
+                return
+        if is_over:
+            self.over = True
+            return
+        self._judge_deadlock(look, now)
+        if now - self._moved_mono_s >= self._timeout_s:
+            raise ends.stalled(look, self._timeout_s, hold.oldest())
+
+    def _judge_deadlock(self, look: ends.Look, now: float) -> None:
+        num_buffered = len(self._hold.buffer)
+        error = ends.deadlock(look, groups=self._groups, num_buffered=num_buffered)
+        if error is None:
+            self._stuck_mono_s = None
+        elif self._stuck_mono_s is None:
+            self._stuck_mono_s = now
+        elif now - self._stuck_mono_s >= min(self._timeout_s, look.info.lease_s):
+            # It lasted: a producer that restarts, or an ack from another thread, had its time.
+            raise error
+
+    def _outlast(self, error: Exception) -> None:
+        """Wait out an outage, a rollback and a run that is opened anew, within the timeout."""
+        hold, now = self._hold, time.monotonic()
+        hold.pulse_soon()
+        is_lost = isinstance(error, RunMissing) or str(error).startswith(_NO_GROUP)
+        if is_lost:
+            self._lost_mono_s = self._lost_mono_s or now
+            if now - self._lost_mono_s >= hold.reopen_s:
+                raise missing(hold.queue, hold.url, hold.reopen_s) from error
+        elif isinstance(error, OUTAGES):
+            if now - self._moved_mono_s >= self._timeout_s:
+                raise ends.stalled(None, self._timeout_s, "") from error
+        elif not isinstance(error, Fenced):
+            raise error  # an error of a script is a bug, not an outage
+        time.sleep(PAUSE_S)
