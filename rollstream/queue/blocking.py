@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 import redis
 from redis.client import Pipeline
+from redis.exceptions import NoScriptError
 from redis.retry import Retry
 
 from rollstream.queue import reads
@@ -82,8 +83,18 @@ class BlockingQueue:
 
     # --- scripts -------------------------------------------------------------------------------
     def call(self, call: ScriptCall[T]) -> T:
-        """Run one script."""
-        return (self.call_many((call,)))[0]
+        """Run one script.
+
+        Raises:
+            redis.exceptions.RedisError: the server refused it, or cannot be reached.
+        """
+        command = evalsha(self._scripts[call.script], self.prefix, call)
+        try:
+            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]
+        except NoScriptError:
+            self._load({call.script})
+            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]
+        return call.parse(reply)
 
     def call_many(self, calls: Sequence[ScriptCall[T]]) -> list[T]:
         """Run scripts in one round trip, in order.

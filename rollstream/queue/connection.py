@@ -24,7 +24,7 @@ SOCKET_TIMEOUT_S = 10.0
 MAX_BLOCK_S = 5.0
 MAX_WAKE_S = 0.5
 """Bound of one wait for a wake-up token: what a lost token costs."""
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
 """Bodies are large; fewer, larger reads of the socket."""
 
 

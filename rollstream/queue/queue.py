@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import redis.asyncio
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
+from redis.exceptions import NoScriptError
 
 from rollstream.queue import reads
 from rollstream.queue.calls import ScriptCall
@@ -85,8 +86,18 @@ class Queue:
 
     # --- scripts -------------------------------------------------------------------------------
     async def call(self, call: ScriptCall[T]) -> T:
-        """Run one script."""
-        return (await self.call_many((call,)))[0]
+        """Run one script.
+
+        Raises:
+            redis.exceptions.RedisError: the server refused it, or cannot be reached.
+        """
+        command = evalsha(self._scripts[call.script], self.prefix, call)
+        try:
+            reply = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]
+        except NoScriptError:
+            await self._load({call.script})
+            reply = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]
+        return call.parse(reply)
 
     async def call_many(self, calls: Sequence[ScriptCall[T]]) -> list[T]:
         """Run scripts in one round trip, in order.
