@@ -8,7 +8,7 @@ cannot be used is a fault of each member, never of the worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollstream.errors import ConfigError, EnvFault, RolloutFault, WireError
@@ -18,13 +18,14 @@ from rollstream.sample import Message, Prompt, Sample
 from rollstream.wire import decode_prompt
 
 from .sampling import Sampling
-from .types import PromptIds
+from .tools import tool_specs
+from .types import PromptIds, Tool
 from .work import EnvRuntime, GroupWork, Work
 
 LONG_PROMPT_CHARS = 8192
 """Longer prompts are rendered in a thread: rendering 40k characters stalls the loop for 10 ms."""
 
-RenderPrompt = Callable[[Prompt, Sequence[Message] | None], PromptIds]
+RenderPrompt = Callable[[Prompt, list[Message] | None], PromptIds]
 
 
 class GroupBook:
@@ -66,10 +67,15 @@ class GroupBook:
             work.group = decode_prompt(leased.prompt, int(key), leased.n)
             work.env = self._env_of(work.group)
             work.sampling = self._sampling_of(work.group, work.env)
-            work.tool_specs = (
-                work.env.tool_specs if work.group.tools is None else work.group.tools or None
-            )
-        except (WireError, ConfigError, TypeError, AttributeError, ValueError) as error:
+            work.tools = _tools_of(work.group, work.env)
+        except (
+            WireError,
+            ConfigError,
+            TypeError,
+            AttributeError,
+            LookupError,
+            ValueError,
+        ) as error:
             work.problem = f"group {key}: {error}"
         return work
 
@@ -120,11 +126,28 @@ class GroupBook:
     def _rendered(self, work: GroupWork) -> PromptIds | RolloutFault:
         """Return the ids, or the fault as a value: it is raised once per member."""
         try:
-            return self._render(work.group.prompt, work.tool_specs)
+            return self._render(work.group.prompt, tool_specs(work.tools))
         except RolloutFault as fault:
             return fault
         except Exception as error:  # noqa: BLE001 - a template's own error is this prompt's fault
             return EnvFault(f"the prompt cannot be rendered: {type(error).__name__}: {error}")
+
+
+def _tools_of(group: PromptGroup, env: EnvRuntime) -> Mapping[str, Tool]:
+    """Return the tools that the row names, all of the environment's where it names none.
+
+    Functions come from the configuration only: a row chooses among them, by name.
+    """
+    if group.tools is None:
+        return env.tools
+    names = [str(spec.get("function", spec)["name"]) for spec in group.tools]
+    unknown = sorted(set(names) - set(env.tools))
+    if unknown:
+        raise ConfigError(
+            f"the row names the tool {unknown[0]!r}, which environment {env.name!r} does not have; "
+            f"known: {sorted(env.tools)}"
+        )
+    return {name: env.tools[name] for name in names}
 
 
 def _again(fault: Any) -> RolloutFault:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import structlog
 
 from rollstream.queue import calls
-from rollstream.queue.calls import ScriptCall, SweepAnswer
+from rollstream.queue.calls import BeatAnswer, ControlAnswer, ScriptCall, SweepAnswer
 from rollstream.queue.keys import SWEEP_PAGE
 from rollstream.queue.queue import Queue
+from rollstream.queue.reads import RunInfo
 
 from .link import OUTAGE, Link
 from .telemetry.metrics import Metrics
@@ -26,6 +28,7 @@ from .telemetry.metrics import Metrics
 BEATS_A_LEASE = 3
 LOST = "lost"
 """The answer of a Redis that has no such run."""
+OVER = frozenset({"ended", "failed"})
 
 log = structlog.get_logger("worker")
 
@@ -39,19 +42,37 @@ class RunView:
     control_seq: int = 0
     lease_s: float = 15.0
     max_body_bytes: int = 16 << 20
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the run is `ended` or `failed`: nothing will ever be leased again."""
+
+    def opened(self, info: RunInfo) -> None:
+        """Take over what the producer opened the run with."""
+        self.lease_s, self.max_body_bytes = info.lease_s, info.max_body_bytes
+        self.saw(info.state, info.version, info.control_seq)
 
     def saw(self, state: str, version: int, control_seq: int) -> None:
         """Take over what an answer said."""
-        if state in (LOST, "old"):
-            self.state = LOST if state == LOST else self.state
+        if state == "old":
             return
         if state != self.state:
             log.info("run_state", state=state, before=self.state)
-        self.state, self.version, self.control_seq = state, version, control_seq
+        self.state = state
+        if state in OVER:
+            self.over.set()
+        if state != LOST:
+            self.version, self.control_seq = version, control_seq
+
+
+class Role(StrEnum):
+    """What a worker process does (`worker.role`)."""
+
+    ALL = "all"
+    ROLLOUT = "rollout"
+    AGGREGATOR = "aggregator"
 
 
 class Heart:
-    """Beats for all leases of one worker."""
+    """Beats for all leases of one worker, and says that it lives."""
 
     def __init__(
         self,
@@ -60,11 +81,13 @@ class Heart:
         view: RunView,
         *,
         name: str,
+        role: Role = Role.ALL,
         held: Callable[[], Sequence[str]],
         lost: Callable[[Sequence[str] | None], None],
         metrics: Metrics,
     ) -> None:
         self._queue, self._link, self._view, self._name = queue, link, view, name
+        self._role = role
         self._held, self._lost, self._metrics = held, lost, metrics
         self._nudge = asyncio.Event()
 
@@ -90,17 +113,37 @@ class Heart:
 
     async def beat(self) -> None:
         """Extend every held lease, tell what was lost, and sweep while a page is full."""
-        asked: list[ScriptCall[Any]] = [
-            calls.beat(self._name, self._held()),
-            calls.sweep(SWEEP_PAGE),
-        ]
-        beat, sweep = await self._queue.call_many(asked)
-        self._view.saw(beat.state, beat.version, beat.control_seq)
-        if beat.state == LOST:
-            self._lost(None)
-        elif beat.lost:
-            self._lost(beat.lost)
-        await self._sweep_on(sweep)
+        asked: list[ScriptCall[Any]] = []
+        if self._role is not Role.AGGREGATOR:
+            # A beat counts as a worker's presence, and with it in how leases are shared out.
+            asked.append(calls.beat(self._name, self._held()))
+        if self._role is not Role.ROLLOUT:
+            asked.append(calls.present("aggregator", self._name))
+        # The sweep comes last: what was just extended does not expire in it.
+        asked.append(calls.sweep(SWEEP_PAGE))
+        seen, *_, swept = await self._queue.call_many(asked)
+        await self._saw(seen)
+        if isinstance(seen, BeatAnswer):
+            if seen.state == LOST:
+                self._lost(None)
+            elif seen.lost:
+                self._lost(seen.lost)
+        await self._sweep_on(swept)
+
+    async def _saw(self, seen: BeatAnswer | ControlAnswer) -> None:
+        was_lost = self._view.state == LOST
+        self._view.saw(seen.state, seen.version, seen.control_seq)
+        if was_lost and seen.state != LOST and (info := await self._queue.info()) is not None:
+            self._view.opened(info)
+
+    async def leave(self) -> None:
+        """Say that this process is gone, so that nobody counts on it for four more leases."""
+        gone: list[ScriptCall[Any]] = []
+        if self._role is not Role.ROLLOUT:
+            gone.append(calls.present("aggregator", self._name, leaving=True))
+        if self._role is not Role.AGGREGATOR:
+            gone.append(calls.present("worker", self._name, leaving=True))
+        await self._queue.call_many(gone)
 
     async def _sweep_on(self, swept: SweepAnswer) -> None:
         while True:

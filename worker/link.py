@@ -23,9 +23,13 @@ OUTAGE = (
     redis_errors.TimeoutError,
     redis_errors.ReadOnlyError,
     redis_errors.OutOfMemoryError,
+    redis_errors.MasterDownError,
+    redis_errors.ClusterDownError,
     OSError,
 )
 """Errors that pass by themselves (`OSError` includes `TimeoutError`; full memory drains)."""
+_NO_GROUP = "NOGROUP"
+"""How a read of a stream begins to fail when Redis was emptied; the producer opens it anew."""
 
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 1.0
@@ -69,6 +73,10 @@ class Link:
                 answer = await ask()
             except OUTAGE as error:
                 await asyncio.sleep(self.failed(error))
+            except redis_errors.ResponseError as error:
+                if not str(error).startswith(_NO_GROUP):
+                    raise
+                await asyncio.sleep(LONGEST_WAIT_S)
             else:
                 self.worked()
                 return answer

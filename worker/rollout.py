@@ -61,9 +61,11 @@ class Rollout:
         finish: Finish,
         version: Callable[[], int],
         run_seed: int,
+        debug_messages: bool = False,
     ) -> None:
         self._engine, self._renderer, self._book = engine, renderer, book
         self._finish, self._version, self._run_seed = finish, version, run_seed
+        self._debug_messages = debug_messages
 
     async def run(self, work: Work) -> Ending:
         """Run one attempt to its ending."""
@@ -110,13 +112,14 @@ class Rollout:
             sampling=work.group.sampling,
             engine=self._engine,
             renderer=self._renderer,
-            tools=env.tools,
+            tools=work.group.tools,
             spans=work.spans,
             deadline=work.deadline_mono_s,
             prompt=prompt,
             limits=env.limits,
             version=self._version,
             turn_seed=lambda turn: call_seed(self._run_seed, key, member, turn),
+            debug_messages=self._debug_messages,
         )
         work.lifecycle["gen_start"] = time.time()
         with boundary(AgentFault):

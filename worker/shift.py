@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
-from rollstream.queue.queue import Queue
 
 from rollstream.errors import MemberReason, Report, StopReason, WireError
 from rollstream.group import Trajectory
 from rollstream.queue import calls
 from rollstream.queue.calls import LeasedGroup, LeasedMember
 from rollstream.queue.keys import MAX_LEASE
+from rollstream.queue.queue import Queue
 from rollstream.wire import encode_body, encode_header, encode_text
 
 from .groups import GroupBook
-from .heart import LOST, RunView
+from .heart import LOST, OVER, RunView
 from .link import Link
 from .rollout import Rollout
 from .submit import DELIVERED, Submitter
@@ -51,7 +51,6 @@ LONG_TEXT_CHARS = 8192
 """Longer responses are compressed in a thread (zlib releases the GIL)."""
 RETRY_DELAY_MAX_S = 60.0
 NO_ENGINE_DELAY_S = 1.0
-OVER = frozenset({"ended", "failed"})
 
 log = structlog.get_logger("worker")
 
@@ -350,23 +349,27 @@ class Shift:
         for work in list(self._works.values()):
             work.cancel(cause)
 
-    async def drain(self, finish_s: float, report_s: float) -> int:
-        """Let attempts finish for `finish_s`, give back the rest, report for `report_s`.
+    async def drain(
+        self, finish_s: float, report_s: float, now: asyncio.Event | None = None
+    ) -> int:
+        """Let attempts finish for `finish_s` or until `now`, give back the rest, and report.
 
         Returns:
-            How many members could not be reported; their leases expire and they run elsewhere.
+            How many members could not be reported within `report_s`; their leases expire.
         """
         self.stop()
-        await self._until_idle(finish_s)
+        await self._until_idle(finish_s, now)
         self.cancel_all(Cause.SHUTDOWN)
-        await self._until_idle(report_s)
+        await self._until_idle(report_s, None)
         return len(self._works)
 
-    async def _until_idle(self, seconds: float) -> None:
+    async def _until_idle(self, seconds: float, now: asyncio.Event | None) -> None:
         limit = time.monotonic() + seconds
         while self._works and (left := limit - time.monotonic()) > 0:
+            if now is not None and now.is_set():
+                return
             self._freed.clear()
-            await self._wait(self._freed, left)
+            await self._wait(self._freed, min(left, IDLE_WAIT_S))
 
     # --- small -----------------------------------------------------------------------------------
     async def _wait(self, event: asyncio.Event, seconds: float) -> None:

@@ -24,7 +24,7 @@ from rollstream.errors import (
 )
 from rollstream.group import PromptGroup, Trajectory
 from rollstream.queue.calls import Lease
-from rollstream.sample import Message, Sample
+from rollstream.sample import Sample
 
 from .sampling import Sampling
 from .telemetry.spans import SpanList
@@ -52,7 +52,6 @@ class EnvRuntime:
     limits: Limits
     sampling: Sampling
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    tool_specs: list[Message] | None = None
     scorer: Scorer | None = None
     """None where the trainer scores."""
     marks: tuple[str, ...] = ()
@@ -125,7 +124,7 @@ class GroupWork:
     routing_key: str
     env: EnvRuntime | None
     sampling: Sampling
-    tool_specs: list[Message] | None = None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
     problem: str = ""
     """Why no member can run: a record that cannot be read, an unknown environment, …"""
     members: int = 0

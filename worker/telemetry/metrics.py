@@ -11,7 +11,7 @@ The hot path adds to plain counters and lists; `flush`, once a second, moves the
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import prometheus_client as prom
@@ -34,7 +34,15 @@ SECONDS_BUCKETS = (
 )  # fmt: skip
 LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TOKEN_KINDS = ("prompt", "cached", "sampled", "tool", "trainable", "discarded")
-ENGINE_OUTCOMES = ("ok", "retried", "refused", "aborted", "fault")
+ENGINE_OUTCOMES = ("stop", "length", "abort", "unavailable", "timeout", "refused", "fault")
+_OUTCOME_OF = {
+    "connect": "unavailable",
+    "reset": "unavailable",
+    "server_error": "unavailable",
+    "no_engine": "unavailable",
+    "context_overflow": "refused",
+}
+"""Details of engine faults that share a label; what is neither here nor above is a `fault`."""
 KEPT = "ready"
 _AGGREGATOR_REASONS = (
     DropReason.ZERO_STD,
@@ -67,7 +75,7 @@ class Metrics:
         self._tokens: Tally[str] = Tally()
         self._spans: dict[str, list[float]] = {name: [] for name in SPAN_NAMES}
         self._lags: list[float] = []
-        self._last_totals: dict[prom.Counter, float] = {}
+        self._engine_totals: dict[tuple[str, str], int] = {}
 
     def _declare(self, version: str, wire: int) -> None:
         registry = self.registry
@@ -118,6 +126,10 @@ class Metrics:
         self.loop_lag = prom.Histogram(
             "rollout_event_loop_lag_seconds", "How late the event loop runs what is due",
             buckets=LAG_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.gc_pause_seconds = prom.Gauge(
+            "rollout_gc_longest_pause_seconds", "Longest garbage collection of the last second",
+            registry=registry,
         )  # fmt: skip
         self._bind_children()
 
@@ -198,17 +210,19 @@ class Metrics:
             self.loop_lag.observe(value)
         self._lags.clear()
 
-    def engine_state(self, engine: int, *, up: bool, totals: dict[str, int]) -> None:
+    def engine_state(self, engine: int, *, up: bool, totals: Mapping[str, int]) -> None:
         """Publish one engine's state; `totals` are the client's own running counts by outcome."""
         label = str(engine)
         if label not in self._engine_labels:
             return
         self.engine_up.labels(label).set(1 if up else 0)
         for outcome, total in totals.items():
-            known = outcome if outcome in ENGINE_OUTCOMES else "fault"
-            child = self.engine_requests_total.labels(label, known)
-            child.inc(max(0.0, total - self._last_totals.get(child, 0.0)))
-            self._last_totals[child] = float(total)
+            new = total - self._engine_totals.get((label, outcome), 0)
+            if new > 0:
+                known = _OUTCOME_OF.get(outcome, outcome)
+                known = known if known in ENGINE_OUTCOMES else "fault"
+                self.engine_requests_total.labels(label, known).inc(new)
+                self._engine_totals[label, outcome] = total
 
     def num_series(self) -> int:
         """Return how many series a scrape has."""

@@ -1,0 +1,55 @@
+"""`python -m worker [--table.key value]`: one worker process.
+
+Owns the order of imports at start: the tokenizer loads in a thread while the rest is imported,
+which is most of what a start costs. Never configures anything itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import Future
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from rollstream.config import Loaded, run_app
+from rollstream.settings import Settings
+
+if TYPE_CHECKING:
+    from .tito.backend import RenderersBackend
+
+
+def main(loaded: Loaded) -> None:
+    """Run one worker until it is stopped or its run is over."""
+    from rollstream.logs import configure
+
+    settings = loaded.settings
+    configure(settings.telemetry.log_format, settings.telemetry.log_level)
+    loading = None if settings.worker.role == "aggregator" else _load_in_thread(settings)
+    asyncio.run(_serve(settings, loading))
+
+
+async def _serve(settings: Settings, loading: Future[RenderersBackend] | None) -> None:
+    from .app import Worker
+
+    await Worker(settings, loading).run()
+
+
+def _load_in_thread(settings: Settings) -> Future[RenderersBackend]:
+    future: Future[RenderersBackend] = Future()
+
+    def load() -> None:
+        try:
+            from .tito.load import load_renderer
+
+            future.set_result(load_renderer(settings.model.tokenizer, settings.model.renderer))
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
+            future.set_exception(error)
+
+    # A daemon, so that an error found meanwhile does not wait for the vocabulary.
+    Thread(target=load, name="load-tokenizer", daemon=True).start()
+    return future
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(main, "python -m worker"))

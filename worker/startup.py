@@ -1,0 +1,155 @@
+"""From the configuration to what a worker runs with: every name resolved, every value checked.
+
+Owns the checks before the first lease. Never talks to Redis or an engine. Invariant: whatever is
+wrong with a function, tool, reward, filter, tokenizer or sampling parameter is one `ConfigError`
+here, and nothing was leased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rollstream.errors import ConfigError
+from rollstream.group import EnvRule
+from rollstream.settings import EnvTable, Settings
+
+from .aggregate.judge import EnvJudge
+from .aggregate.loader import load_filters
+from .generate.loader import resolve_generate
+from .sampling import Sampling
+from .tools import load_tools
+from .types import Limits
+from .work import EnvRuntime, Scorer
+
+if TYPE_CHECKING:
+    from .rewards import Scorer as RewardScorer
+    from .tito.backend import RenderersBackend
+
+NO_REWARD = "none"
+"""`reward.kind` where the trainer scores."""
+
+
+def env_runtimes(
+    settings: Settings, renderer: RenderersBackend, scorers: Mapping[str, Scorer | None]
+) -> dict[str, EnvRuntime]:
+    """Return every environment with its functions.
+
+    Args:
+        settings: all.
+        renderer: gives the ids that end a turn.
+        scorers: by environment; None where the trainer scores.
+
+    Raises:
+        ConfigError: the environment, what is wrong, and what to do.
+    """
+    envs = {}
+    for name, table in settings.envs().items():
+        try:
+            envs[name] = _env_runtime(settings, name, table, renderer, scorers[name])
+        except ConfigError as error:
+            raise ConfigError(f"environment {name!r}: {error}") from None
+    return envs
+
+
+def _env_runtime(
+    settings: Settings,
+    name: str,
+    table: EnvTable,
+    renderer: RenderersBackend,
+    scorer: Scorer | None,
+) -> EnvRuntime:
+    sampling = base_sampling(settings, renderer.stop_token_ids).with_overrides(table.sampling)
+    off = tuple(sampling.off_distribution())
+    if off and not settings.sampling.allow_off_distribution:
+        raise ConfigError(
+            f"sampling.{off[0]} = {getattr(sampling, off[0])}: the engine's log-probs would not be "
+            "those of the sampled distribution, and training on them is wrong; remove it, or set "
+            "sampling.allow_off_distribution to train all the same"
+        )
+    worker = settings.worker
+    return EnvRuntime(
+        name=name,
+        generate=resolve_generate(table.generate),
+        generate_path=table.generate,
+        limits=Limits(
+            max_turns=table.max_turns,
+            max_context=settings.model.max_context_tokens,
+            max_response=settings.sampling.max_response_tokens,
+            max_seq_len=worker.max_seq_len,
+            tool_timeout_s=worker.tool_timeout_s,
+            tool_output_chars=worker.tool_output_chars,
+            execute_last_turn=table.execute_last_turn,
+        ),
+        sampling=sampling,
+        tools=load_tools(table.tools),
+        scorer=scorer,
+        marks=off,
+    )
+
+
+def base_sampling(settings: Settings, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Return the run's parameters; the ids that end a turn of the chat format always stop."""
+    table = settings.sampling
+    own = tuple(i for i in table.stop_token_ids if i not in stop_token_ids)
+    return Sampling(
+        temperature=table.temperature,
+        max_new_tokens=table.max_new_tokens,
+        top_p=table.top_p,
+        top_k=table.top_k,
+        min_p=table.min_p,
+        stop=table.stop,
+        stop_token_ids=(*stop_token_ids, *own),
+    )
+
+
+def env_judges(settings: Settings) -> dict[str, EnvJudge]:
+    """Return how every environment's groups are judged.
+
+    Raises:
+        ConfigError: a filter that is unknown, wrong, or cannot be imported.
+    """
+    judges = {}
+    for name, table in settings.envs().items():
+        try:
+            filters = load_filters(table.filters, std_threshold=settings.aggregator.std_threshold)
+        except ConfigError as error:
+            raise ConfigError(f"environment {name!r}: {error}") from None
+        judges[name] = EnvJudge(
+            name=name,
+            rule=EnvRule(table.reward.key, needs_reward=table.reward.kind != NO_REWARD),
+            filters=filters,
+            min_samples=settings.aggregator.min_samples,
+        )
+    return judges
+
+
+def build_scorers(
+    settings: Settings, renderer: RenderersBackend, incarnation: str
+) -> dict[str, RewardScorer | None]:
+    """Return every environment's scorer, not started.
+
+    Raises:
+        ConfigError: a reward that is unknown or cannot be imported.
+    """
+    from .rewards import build_scorer
+
+    scorers: dict[str, RewardScorer | None] = {}
+    rq_url = settings.rq.url
+    for name, table in settings.envs().items():
+        if table.reward.kind == NO_REWARD:
+            scorers[name] = None
+            continue
+        try:
+            scorers[name] = build_scorer(
+                table.reward,
+                redis_url=settings.redis_url(),
+                rq_url=None if rq_url is None else rq_url.get_secret_value(),
+                run=settings.run.name,
+                incarnation=incarnation,
+                run_seed=settings.run.seed,
+                renderer=renderer,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"environment {name!r}: {error}") from None
+    return scorers
