@@ -23,6 +23,11 @@ from typing import Self
 import redis
 
 PR_SET_PDEATHSIG = 1
+try:
+    # Opened here: between fork and exec a thread of the parent may hold the loader's lock.
+    _LIBC = ctypes.CDLL(None, use_errno=True)
+except (OSError, TypeError):
+    _LIBC = None
 
 
 def free_port() -> int:
@@ -35,8 +40,9 @@ def free_port() -> int:
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies (for `preexec_fn`)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LIBC is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def server_binary() -> str:

@@ -75,7 +75,6 @@ class Facts:
     mean_reward: float
     versions: int
     kills: int
-    workers: int
     engine: str
     """One line that says what sampled."""
     folder: str

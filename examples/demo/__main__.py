@@ -1,0 +1,47 @@
+"""`python -m examples.demo`: parse, run, print, exit. See docs/demo.md."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from examples.demo.options import VOCABULARY, parse
+from examples.demo.summary import for_people
+
+EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Run the demo; return its exit code."""
+    options = parse(sys.argv[1:])
+    if not options.tokenizer.exists():
+        wanted = "make setup" if options.tokenizer == VOCABULARY else "--tokenizer PATH"
+        print(f"demo: there is no {options.tokenizer}; run {wanted}", file=sys.stderr)
+        return EXIT_WRONG
+    # Behind the command line: --help and a wrong option answer at once.
+    from examples.demo.run import Demo
+    from examples.demo.show import Show
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    engine = "a stand-in for a model" if options.simulated else ", ".join(options.urls)
+    title = f"Rollstream demo: Valkey, producer, 2 workers, verifier, trainer; engine: {engine}"
+    try:
+        with Show(title, options.json) as show:
+            outcome = Demo(options, show).run()
+    except KeyboardInterrupt:
+        print("demo: stopped; every process that it started was ended", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    text = for_people(outcome.summary, outcome.facts, outcome.wrong)
+    print(text, file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(outcome.summary.to_json())
+    return EXIT_WRONG if outcome.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
