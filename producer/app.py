@@ -44,9 +44,10 @@ def run(loaded: Loaded) -> int:
         ConnectionError: Redis cannot be reached.
     """
     settings = loaded.settings
-    source = open_source(settings.producer.source)
-    supply = make_supply(settings, source)
     with ExitStack() as stack:
+        source = open_source(settings.producer.source)
+        stack.callback(source.close)
+        supply = make_supply(settings, source)
         drawn = None
         if settings.producer.progress and sys.stderr.isatty():
             drawn = stack.enter_context(bar(supply.order.total))

@@ -63,6 +63,10 @@ class Source(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Give back what reading needs; no row can be read afterwards."""
+        ...
+
 
 def open_source(spec: str) -> Source:
     """Open `scheme:rest`.

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import traceback
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -58,6 +59,9 @@ class GymSource:
         prompt = [{"role": "user", "content": entry["question"]}]
         values = {"prompt": prompt, "label": make_plain(entry["answer"]), "metadata": metadata}
         return Row(where, values)
+
+    def close(self) -> None:
+        """Do nothing: a problem needs no file."""
 
 
 def parse_spec(rest: str) -> tuple[str, dict[str, Any]]:
@@ -126,7 +130,10 @@ def _create(name: str, parameters: dict[str, Any]) -> Any:
     try:
         return create_dataset(name, **parameters)
     except Exception as error:  # noqa: BLE001 - data sets check their parameters with asserts
+        # Their asserts often have no message: the asserting line itself says what is wrong.
+        frames = traceback.extract_tb(error.__traceback__)
+        reason = str(error) or (frames[-1].line if frames else "")
         raise ConfigError(
             f"producer.source: reasoning_gym:{name} refuses {parameters}: "
-            f"{type(error).__name__} {error}"
+            f"{type(error).__name__}: {reason}"
         ) from None
