@@ -84,9 +84,9 @@ def stalled(look: Look | None, timeout_s: float, oldest: str) -> StreamStalled:
     depths, info = look.depths, look.info
     waiting = depths.get("q", 0) + depths.get("d", 0) + depths.get("s", 0)
     in_flight = (
-        f"{look.num_undelivered} groups are in flight ({depths.get('full', 0)} wait for a verdict, "
-        f"{depths.get('ready', 0)} are ready), {depths.get('l', 0)} members are "
-        f"leased, {waiting} wait"
+        f"Groups in flight: {look.num_undelivered} ({depths.get('full', 0)} wait for a verdict, "
+        f"{depths.get('ready', 0)} are ready); members: {depths.get('l', 0)} leased, "
+        f"{waiting} waiting"
     )
     hints = [oldest] if oldest else []
     if info.state != "running":

@@ -40,7 +40,8 @@ class Wait:
         self._stuck_mono_s: float | None = None
         self._lost_mono_s: float | None = None
         self._num_ended: int | None = None
-        self._idle = False
+        # With all prompts enqueued the run may be over already: look before the first block.
+        self._idle = hold.info.done
 
     def step(self) -> bool:
         """Do everything that needs the lock; whether a full batch waits in the buffer.
@@ -131,20 +132,19 @@ class Wait:
         if is_over:
             self.over = True
             return
-        self._judge_deadlock(look, now)
-        if now - self._moved_mono_s >= self._timeout_s:
+        is_late = now - self._moved_mono_s >= self._timeout_s
+        deadlock = ends.deadlock(look, groups=self._groups, num_buffered=len(hold.buffer))
+        if deadlock is not None and (is_late or self._has_lasted(now, look.info.lease_s)):
+            raise deadlock
+        if deadlock is None:
+            self._stuck_mono_s = None
+        if is_late:
             raise ends.stalled(look, self._timeout_s, hold.oldest())
 
-    def _judge_deadlock(self, look: ends.Look, now: float) -> None:
-        num_buffered = len(self._hold.buffer)
-        error = ends.deadlock(look, groups=self._groups, num_buffered=num_buffered)
-        if error is None:
-            self._stuck_mono_s = None
-        elif self._stuck_mono_s is None:
-            self._stuck_mono_s = now
-        elif now - self._stuck_mono_s >= min(self._timeout_s, look.info.lease_s):
-            # It lasted: a producer that restarts, or an ack from another thread, had its time.
-            raise error
+    def _has_lasted(self, now: float, grace_s: float) -> bool:
+        """A producer that restarts, or an ack from another thread, gets its time."""
+        self._stuck_mono_s = self._stuck_mono_s or now
+        return now - self._stuck_mono_s >= grace_s
 
     def _outlast(self, error: Exception) -> None:
         """Wait out an outage, a rollback and a run that is opened anew, within the timeout."""
