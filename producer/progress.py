@@ -40,30 +40,38 @@ def bar(total: int) -> Iterator[Any]:
 
 async def follow(gate: Gate, queue: Queue, capacity: int, drawn: Any | None) -> None:
     """Keep the bar up to date, or log a line every few seconds; for ever."""
-    while True:
-        await asyncio.sleep(LINE_S if drawn is None else BAR_S)
-        try:
-            depths, counters = await queue.depths(), await queue.counters()
-        except OUTAGE:
-            continue  # the gate says that Redis is away
-        standing = gate.standing
-        dropped = sum(n for name, n in counters.items() if name.startswith("dropped:"))
-        shown = {
-            "live": depths.get("live", 0),
-            "capacity": capacity,
-            "acked": counters.get("acked", 0),
-            "dropped": dropped,
-        }
-        if drawn is None:
-            log.info(
-                "producing",
-                position=standing.position,
-                total=standing.total,
-                waiting_for=standing.waiting_for,
-                **shown,
-            )
-        else:
-            drawn.update(0, completed=standing.position, note=_note(standing.waiting_for, shown))
+    try:
+        while True:
+            await asyncio.sleep(LINE_S if drawn is None else BAR_S)
+            try:
+                shown = await _numbers(queue, capacity)
+            except OUTAGE:
+                continue  # the gate says that Redis is away
+            standing = gate.standing
+            if drawn is None:
+                log.info(
+                    "producing",
+                    position=standing.position,
+                    total=standing.total,
+                    waiting_for=standing.waiting_for,
+                    **shown,
+                )
+            else:
+                note = _note(standing.waiting_for, shown)
+                drawn.update(0, completed=standing.position, note=note)
+    finally:
+        if drawn is not None:
+            drawn.update(0, completed=gate.standing.position)
+
+
+async def _numbers(queue: Queue, capacity: int) -> dict[str, int]:
+    depths, counters = await queue.depths(), await queue.counters()
+    return {
+        "live": depths.get("live", 0),
+        "capacity": capacity,
+        "acked": counters.get("acked", 0),
+        "dropped": sum(n for name, n in counters.items() if name.startswith("dropped:")),
+    }
 
 
 def _note(waiting_for: str, shown: dict[str, int]) -> str:
