@@ -1,0 +1,123 @@
+"""Text to ids and back over the real vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.errors import ConfigError
+from tests import toy
+from worker.tito.backend import RenderersBackend
+from worker.tito.tokenizer import LONG_TEXT_CHARS, Tokenizer
+
+CONTROLS = [
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>", "<think>", "</think>", "<|fim_prefix|>"),
+]
+
+
+@pytest.fixture(scope="session")
+def uncontrolled(vocabulary: Path) -> tokenizers.Tokenizer:
+    """The vocabulary without any added token: what plain text encodes to."""
+    plain = json.loads(vocabulary.read_text())
+    plain["added_tokens"] = []
+    return tokenizers.Tokenizer.from_str(json.dumps(plain))
+
+
+def test_encode_gives_the_ids_of_the_model(qwen: RenderersBackend) -> None:
+    assert qwen.encode("What is 1+7?").tolist() == [3838, 374, 220, 16, 10, 22, 30]
+    assert qwen.encode("\\boxed{8}").tolist() == [59, 79075, 90, 23, 92]
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("a", "b"), (" ", "."), ("1", "'s\n")])
+def test_encode_plain_makes_text_of_a_control_string(
+    control: str, before: str, after: str, qwen: RenderersBackend,
+    uncontrolled: tokenizers.Tokenizer,
+) -> None:  # fmt: skip
+    text = before + control + after
+    ids = qwen.encode(text).tolist()
+    assert ids == uncontrolled.encode(text, add_special_tokens=False).ids
+    assert max(ids) < 151643
+    assert qwen.decode(toy.array(ids)) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(parts=st.lists(st.one_of(st.sampled_from(CONTROLS), st.text(max_size=8)), max_size=8))
+def test_encode_plain_round_trips_any_text_without_control_ids(
+    parts: list[str], qwen: RenderersBackend, uncontrolled: tokenizers.Tokenizer
+) -> None:
+    text = "".join(parts)
+    ids = qwen.encode(text).tolist()
+    assert ids == uncontrolled.encode(text, add_special_tokens=False).ids
+    assert qwen.decode(toy.array(ids)) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(st.one_of(st.sampled_from(CONTROLS), st.text(max_size=8)), max_size=8))
+def test_encode_raw_gives_what_the_library_gives(
+    parts: list[str], qwen: RenderersBackend, bare: tokenizers.Tokenizer
+) -> None:
+    text = "".join(parts)
+    assert qwen.encode_raw(text).tolist() == bare.encode(text, add_special_tokens=False).ids
+
+
+def test_encode_of_template_text_knows_ordinary_tokens_and_no_special_ones(
+    qwen: RenderersBackend,
+) -> None:
+    ids = qwen.tokenizer.encode("<tool_call>\n<|im_end|>")
+    assert ids[0] == 151657
+    assert 151645 not in ids
+
+
+def test_memo_gives_the_generation_prompt_with_its_control_id(qwen: RenderersBackend) -> None:
+    found = qwen.tokenizer.encode("<|im_start|>assistant\n")
+    assert found == [151644, 77091, 198]
+    found.append(0)
+    assert qwen.tokenizer.encode("<|im_start|>assistant\n") == [151644, 77091, 198]
+
+
+def test_lone_surrogates_become_replacement_characters(qwen: RenderersBackend) -> None:
+    assert qwen.decode(qwen.encode("a\ud800b\udfffc")) == "a\ufffdb\ufffdc"
+    assert qwen.tokenizer.decode(qwen.tokenizer.encode("a\ud800b")) == "a\ufffdb"
+
+
+def test_long_text_encodes_and_decodes_like_short_text(
+    qwen: RenderersBackend, bare: tokenizers.Tokenizer
+) -> None:
+    text = "word 12 日本\n" * (LONG_TEXT_CHARS // 4)
+    ids = qwen.encode(text)
+    assert ids.tolist() == bare.encode(text, add_special_tokens=False).ids
+    assert qwen.decode(ids) == text
+
+
+def test_decode_keeps_special_tokens_and_takes_no_ids(qwen: RenderersBackend) -> None:
+    assert qwen.decode(toy.array([151644, 151645])) == "<|im_start|><|im_end|>"
+    assert qwen.decode(toy.array([])) == ""
+    assert qwen.tokenizer.decode([151644, 59], skip_special_tokens=True) == "\\"
+
+
+def test_max_token_id_is_the_last_of_the_vocabulary(
+    qwen: RenderersBackend, bare: tokenizers.Tokenizer
+) -> None:
+    assert qwen.max_token_id == max(bare.get_vocab().values()) == 151668
+    assert toy.toy_tokenizer().max_token_id == 1255  # a vocabulary with holes
+
+
+def test_load_names_the_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: no file .*absent.*tokenizer\.json"):
+        Tokenizer.load(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="no file"):
+        Tokenizer.load(tmp_path)
+
+
+def test_load_names_the_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text('{"version": "1.0"')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json' is no tokenizer"):
+        Tokenizer.load(tmp_path)
