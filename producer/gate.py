@@ -96,6 +96,7 @@ class Gate:
         """The scan no longer stands on what Redis has."""
         self._scan: Scan | None = None
         self._server = ""
+        self._outages = 0
         self._room: int | None = None
         """Groups that would fit, as last read; None where none was refused yet."""
         self._doubt = False
@@ -138,14 +139,20 @@ class Gate:
     # --- the scan ------------------------------------------------------------------------------
     async def _step(self) -> bool:
         """Do one round trip's worth of work; return whether the producer is done."""
-        if self._scan is None or self._changed.is_set():
+        if self._scan is None or self._changed.is_set() or self._link.outages != self._outages:
             return await self._begin_scan()
         if self._scan.finished:
             return await self._end_scan(self._scan)
-        return await self._send(self._scan)
+        try:
+            await self._send(self._scan)
+        except OUTAGE as error:
+            # Not tried again as it is: the server that answers next may remember less.
+            await asyncio.sleep(self._link.failed(error))
+        return False
 
     async def _begin_scan(self) -> bool:
         self._changed.clear()
+        self._outages = self._link.outages
         # The server's id first: a restart behind it is noticed as another id later.
         self._server = await self._ask(self._server_id)
         run_state = (await self._ask(self._say_present)).state
@@ -164,18 +171,19 @@ class Gate:
         log.info("scan_begins", frontier=frontier.frontier, epoch=frontier.epoch)
         return False
 
-    async def _send(self, scan: Scan) -> bool:
+    async def _send(self, scan: Scan) -> None:
         """Offer the next groups; where there was no room lately, wait for some first."""
         if self._room == 0:
-            await self._ask(lambda: self._queue.wait_room(WAIT_S))
-            self._room = await self._ask(lambda: self._read_room(scan))
+            await self._queue.wait_room(WAIT_S)
+            self._room = await self._read_room(scan)
             if self._room == 0:
-                return False
+                return
         most = 1 if self._doubt else min(BATCH, BATCH if self._room is None else self._room)
-        ids, offers = self._offers(scan, most)
+        # In a thread: a procedural source may take long for a row, and leases want sweeps meanwhile.
+        ids, offers = await asyncio.to_thread(self._offers, scan, most)
         if not ids:
-            return False
-        answers = await self._ask(lambda: self._queue.call_many(offers))
+            return
+        answers = await self._queue.call_many(offers)
         scan.settle(ids, [answer in SETTLED for answer in answers])
         landed = answers.count("new")
         other = next((answer for answer in answers if answer not in SETTLED), "")
@@ -192,7 +200,6 @@ class Gate:
             self._doubt = False
             if self._room is not None:
                 self._room = max(0, self._room - landed)
-        return False
 
     def _offers(self, scan: Scan, most: int) -> tuple[list[int], list[ScriptCall[str]]]:
         """Return the next calls; a bad row raises once everything before it is enqueued."""
@@ -264,7 +271,10 @@ class Gate:
         if None in run:
             return 1  # the run is gone: the next offer hears it
         capacity, frontier, window = (int(value) for value in run)
-        return max(0, min(capacity - int(live), frontier + window - scan.position))
+        free, ahead = capacity - int(live), frontier + window - scan.position
+        if min(free, ahead) <= 0:
+            self.standing.waiting_for = "capacity" if free <= 0 else "window"
+        return max(0, min(free, ahead))
 
     async def _server_id(self) -> str:
         """Return the server's own id, new with every start; empty where it may not be asked."""

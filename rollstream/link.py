@@ -37,6 +37,8 @@ class Link:
 
     def __init__(self, logger: str) -> None:
         self.down_since_mono_s: float | None = None
+        self.outages = 0
+        """How many began; whoever keeps what Redis said compares it with what it was then."""
         self._wait_s = FIRST_WAIT_S
         self._log = logging.getLogger(logger)
 
@@ -49,6 +51,7 @@ class Link:
         """Note a failed try; return how long to wait before the next."""
         if self.down_since_mono_s is None:
             self.down_since_mono_s = time.monotonic()
+            self.outages += 1
             self._log.warning("redis_away", extra={"error": f"{type(error).__name__}: {error}"})
         wait = self._wait_s * random.uniform(0.5, 1.0)
         self._wait_s = min(self._wait_s * 2, LONGEST_WAIT_S)

@@ -55,15 +55,19 @@ class JsonlSource:
 
     def row(self, number: int) -> Row:
         """Return row `number`; reads its bytes and nothing else."""
-        if self._stamp_now() != self._stamp:
+        where = f"{self.path}:{self._lines[number]}"
+        start, end = self._offsets[number], self._offsets[number + 1]
+        try:
+            unchanged = self._stamp_now() == self._stamp
+            # Blank lines may follow, so the span is no bound of the row itself.
+            raw = os.pread(self._file.fileno(), min(end - start, MAX_ROW_BYTES + 2), start)
+        except OSError as error:
+            raise ConfigError(f"producer.source: {where} cannot be read: {error}") from None
+        if not unchanged:
             raise ConfigError(
                 f"producer.source: {self.path} changed while the run reads it; "
                 "put it back, or start another run.name with the new file"
             )
-        where = f"{self.path}:{self._lines[number]}"
-        start, end = self._offsets[number], self._offsets[number + 1]
-        # Blank lines may follow, so the span is no bound of the row itself.
-        raw = os.pread(self._file.fileno(), min(end - start, MAX_ROW_BYTES + 2), start)
         line = raw.partition(b"\n")[0].removeprefix(_BOM if number == 0 else b"").strip()
         if len(line) > MAX_ROW_BYTES:
             raise BadRow(where, f"the row is larger than {MAX_ROW_BYTES >> 20} MiB")
