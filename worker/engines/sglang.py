@@ -11,8 +11,7 @@ request in flight holds neither its bytes nor a reference cycle (docs/engines.md
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 import httpx
@@ -113,7 +112,8 @@ class SglangClient:
         self._writer = RequestWriter()
         self._wire_log = wire_log
         self._extensions = {"timeout": {"connect": connect_timeout_s, "read": None, "pool": None}}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[bool]] = set()
+        self._closed = False
 
     async def generate(
         self,
@@ -194,6 +194,8 @@ class SglangClient:
 
     async def _send(self, request: httpx.Request) -> tuple[int, bytes]:
         """Return status and whole body; half a body is a fault, never an answer."""
+        if self._closed:
+            raise fault(Detail.NO_ENGINE, f"{self.url}: the client is closed")
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
             try:
@@ -220,8 +222,12 @@ class SglangClient:
         return status == 200
 
     def abort_soon(self, rid: str) -> None:
-        """Abort in the background, for callers that cannot wait."""
-        self._start(self.abort(rid))
+        """Abort in the background, for callers that cannot wait; nothing once it is closed."""
+        if self._closed:
+            return
+        task = asyncio.get_running_loop().create_task(self.abort(rid))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def model_info(self) -> ModelInfo:
         """Ask the engine whether it is there, and what it serves.
@@ -259,15 +265,11 @@ class SglangClient:
         except TimeoutError:
             raise fault(Detail.TIMEOUT, f"{self.url}{path}: no answer in {limit_s:g} s") from None
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def aclose(self) -> None:
         """Let aborts that are on their way go out (bounded by their own limit)."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+        self._closed = True
 
 
 def _header_value(text: str) -> str:

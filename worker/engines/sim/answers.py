@@ -9,7 +9,6 @@ Never guesses: a source that it cannot read is an error.
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from rollstream.errors import ConfigError
+
+_GYM_DEFAULTS = {"size": 500, "seed": 0}
+"""Those of the producer's source; a data set without a seed is another one in every process."""
 
 
 def load_answers(spec: str) -> dict[str, str]:
@@ -42,21 +44,20 @@ def load_answers(spec: str) -> dict[str, str]:
 def _from_reasoning_gym(name: str, options: Mapping[str, str]) -> dict[str, str]:
     import reasoning_gym
 
+    parameters = {**_GYM_DEFAULTS, **{key: _value(text) for key, text in options.items()}}
     try:
-        data = reasoning_gym.create_dataset(
-            name, **{key: _value(text) for key, text in options.items()}
-        )
+        data = reasoning_gym.create_dataset(name, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"--answers reasoning_gym:{name}: {error}") from None
     return {str(item["question"]).strip(): str(item["answer"]) for item in data}
 
 
 def _value(text: str) -> Any:
-    """Return a number, a list or a truth value where the text is one."""
+    """Return what the text is as JSON, else the text."""
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return {"true": True, "false": False}.get(text.lower(), text)
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _from_jsonl(path: Path, options: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,11 +66,13 @@ class SimEngine:
         faults: FaultConfig | None = None,
         context_tokens: int = 32768,
         weight_version: str = "default",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
         self.faults = faults or FaultConfig()
         self.weight_version = weight_version
         self.counts: Counter[str] = Counter()
+        self._clock = clock
         self._dice = FaultDice(self.faults)
         self._context_tokens = context_tokens
         self._flights: dict[str, _Flight] = {}
@@ -127,7 +130,7 @@ class SimEngine:
             reply=reply,
             fault=fault,
             cut=cut,
-            started_s=loop.time(),
+            started_s=self._clock(),
             duration_s=self._dice.latency_s(cut, fault),
         )
         self._flights[request.rid] = flight
@@ -173,7 +176,7 @@ class SimEngine:
         log_probs = flight.reply.log_probs[:num].tolist()
         if flight.fault is Fault.VERSION_CHANGE and num > 1:
             flight.changes.insert(0, (str(int(self.weight_version) - 1), num // 2))
-        elapsed_s = flight.elapsed_s + asyncio.get_running_loop().time() - flight.started_s
+        elapsed_s = flight.elapsed_s + self._clock() - flight.started_s
         meta = {
             "id": flight.request.rid,
             "finish_reason": finish,
@@ -203,7 +206,7 @@ class SimEngine:
         """Return how many tokens a request has so far."""
         elapsed_s = flight.elapsed_s
         if flight.timer is not None:
-            elapsed_s += asyncio.get_running_loop().time() - flight.started_s
+            elapsed_s += self._clock() - flight.started_s
         share = elapsed_s / flight.duration_s if flight.duration_s > 0 else 1.0
         return min(flight.cut, math.floor(flight.cut * share))
 
@@ -256,7 +259,7 @@ class SimEngine:
             elif flight.timer is not None:
                 flight.timer.cancel()
                 flight.timer = None
-                flight.elapsed_s += asyncio.get_running_loop().time() - flight.started_s
+                flight.elapsed_s += self._clock() - flight.started_s
         exchange.answer(200, b'{"message":"Generation paused successfully.","status":"ok"}')
 
     def _continue(self, exchange: Exchange) -> None:
@@ -264,7 +267,7 @@ class SimEngine:
         loop = asyncio.get_running_loop()
         for flight in self._flights.values():
             if flight.timer is None:
-                flight.started_s = loop.time()
+                flight.started_s = self._clock()
                 left_s = max(0.0, flight.duration_s - flight.elapsed_s)
                 flight.timer = loop.call_later(left_s, self._land, flight)
         held, self._held = self._held, []

@@ -1,0 +1,222 @@
+"""Our requests, and the simulated engine's replies, read by SGLang's own published types.
+
+The types are one file of the wheel `sglang==0.5.23` that imports msgspec alone. The wheel (39 MB)
+is fetched once with pip, the file is taken out of it and kept in `.cache/contract`, and the wheel
+is thrown away; nothing of SGLang is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.scripted_engine import a_reply
+from tests.vocabulary_once import tokenizer_of
+from worker.engines.request import RequestWriter, body_bytes
+from worker.engines.sim.faults import FaultConfig
+from worker.engines.sim.http import port_of, serve
+from worker.engines.sim.policy import Policy
+from worker.engines.sim.server import SimEngine
+from worker.sampling import Sampling
+from worker.types import RequestIds
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.xdist_group("sglang-types")]
+
+VERSION = "0.5.23"
+ONE_WHEEL = (
+    *("--platform", "manylinux_2_34_x86_64", "--implementation", "cp"),
+    *("--python-version", "3.11", "--abi", "cp311"),
+)
+"""The same file whatever machine this is: it is read, not run, but for its msgspec types."""
+MEMBER = "sglang/api/v1/api_types.py"
+CACHE = Path(__file__).parents[2] / ".cache" / "contract" / f"sglang-{VERSION}" / "api_types.py"
+
+
+def fetch() -> None:
+    """Put the types into the cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--only-binary=:all:", *ONE_WHEEL, "--dest", folder),
+            f"sglang=={VERSION}",
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+            error = done.stderr.strip().splitlines()[-1:] or [""]
+        except subprocess.TimeoutExpired:
+            error = ["pip did not end within 80 s"]
+        wheels = list(Path(folder).glob("*.whl"))
+        if not wheels:
+            pytest.fail(
+                f"SGLang's published types are not in {CACHE.parent} and the wheel "
+                f"sglang=={VERSION} could not be fetched; run this test once with access to a "
+                f"package index ({error[0]})",
+                pytrace=False,
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            content = wheel.read(MEMBER)
+    CACHE.parent.mkdir(parents=True, exist_ok=True)
+    partial = CACHE.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(CACHE)
+
+
+@pytest.fixture(scope="module")
+def sglang() -> ModuleType:
+    """SGLang's `api_types`, imported from that one file."""
+    if not CACHE.exists():
+        fetch()
+    spec = importlib.util.spec_from_file_location("sglang_api_types", CACHE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def a_request(sampling: Sampling) -> dict[str, Any]:
+    head = RequestWriter().head(sampling, rid="a" * 32, routing_key="g1", salt=3)
+    body: dict[str, Any] = json.loads(body_bytes(head, RequestIds([b"1,2", b"3"], 3)))
+    return body
+
+
+EVERYTHING = Sampling(
+    temperature=0.7,
+    max_new_tokens=9,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    repetition_penalty=1.1,
+    min_new_tokens=1,
+    stop=("</s>", "\n\n"),
+    stop_token_ids=(2,),
+    seed=7,
+)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), EVERYTHING])
+def test_our_request_is_one_that_sglang_takes_and_says_what_we_mean(
+    sglang: ModuleType, sampling: Sampling
+) -> None:
+    body = a_request(sampling)
+    read = sglang.GenerateRequest.from_json_value(body)
+    assert read.input_ids == [1, 2, 3]
+    assert (read.rid, read.routing_key, read.extra_key) == ("a" * 32, "g1", "v3")
+    assert (read.return_logprob, read.stream) == (True, False)
+    params = read.sampling_params
+    for name in ("temperature", "max_new_tokens", "top_p", "min_p", "min_new_tokens"):
+        assert getattr(params, name) == getattr(sampling, name)
+    assert params.sampling_seed == sampling.seed
+    assert params.skip_special_tokens is False
+    assert params.no_stop_trim is True
+    if sampling is EVERYTHING:
+        assert params.top_k == 40
+        assert (params.stop, params.stop_token_ids) == (["</s>", "\n\n"], [2])
+        penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
+        assert penalties == (0.1, 0.1, 1.1)
+
+
+def test_request_keys_that_the_types_do_not_name_are_ignored_by_sglang_not_refused(
+    sglang: ModuleType,
+) -> None:
+    known = set(sglang.GenerateRequest.__struct_fields__)
+    # Read by the Python server's own dataclass; the published types ignore unknown keys.
+    assert set(a_request(Sampling())) - known == {"return_routed_experts", "return_indexer_topk"}
+
+
+def test_sampling_keys_that_sglang_refuses_are_refused_by_the_simulated_engine_too(
+    sglang: ModuleType,
+) -> None:
+    from worker.engines.sim.protocol import _SAMPLING_KEYS
+
+    assert set(_SAMPLING_KEYS) == set(sglang.SamplingParams.__struct_fields__)
+    for key in ("seed", "max_tokens"):
+        with pytest.raises(sglang.JsonContractError, match=f"unknown field `{key}`"):
+            sglang.SamplingParams.from_json_value({key: 1})
+
+
+def check_reply(sglang: ModuleType, raw: bytes) -> Any:
+    """Read a reply by the published types; what is written back is what was read."""
+    plain = json.loads(raw)
+    read = sglang.GenerateResponse.from_json_value(plain)
+    again = read.to_json_value()
+    for name in ("output_ids", "text"):
+        assert again[name] == plain[name]
+    for name in ("id", "prompt_tokens", "completion_tokens", "weight_version", "weight_versions"):
+        assert again["meta_info"][name] == plain["meta_info"][name]
+    assert (
+        again["meta_info"]["output_token_logprobs"] == plain["meta_info"]["output_token_logprobs"]
+    )
+    assert (
+        again["meta_info"]["finish_reason"]["type"] == plain["meta_info"]["finish_reason"]["type"]
+    )
+    return read
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ({}, "FinishStop"),
+        ({"length": 1.0}, "FinishLength"),
+        ({"abort": 1.0}, "FinishAbort"),
+        ({"abort_code": 1.0}, "FinishAbort"),
+        ({"nan": 1.0}, "FinishStop"),
+        ({"no_end": 1.0}, "FinishStop"),
+        ({"version_change": 1.0}, "FinishStop"),
+    ],
+)
+async def test_simulated_replies_pass_sglangs_own_types(
+    sglang: ModuleType, vocabulary: Path, fault: dict[str, float], kind: str
+) -> None:
+    policy = Policy(tokenizer_of(str(vocabulary)), {})
+    faults = FaultConfig(latency_median_s=0.0, token_s=0.0, **fault)
+    engine = SimEngine(policy, faults=faults, weight_version="3")
+    server = await serve(engine.handle, "127.0.0.1", 0)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
+            for seed in range(3):
+                body = a_request(Sampling(seed=seed)) | {"rid": f"{seed:032x}"}
+                answer = await client.post("/generate", json=body)
+                read = check_reply(sglang, answer.content)
+                assert type(read.meta_info.finish_reason).__name__ == kind
+                assert len(read.meta_info.output_token_logprobs) == len(read.output_ids)
+            info = sglang.GetModelInfoResponse.from_json_value(
+                (await client.get("/model_info")).json()
+            )
+            assert info.weight_version == "3"
+            aborted = await client.post("/abort_request", json={"rid": "x"})
+            assert sglang.AbortResponse.from_json_value(aborted.json()).success
+    finally:
+        server.close()
+        await asyncio.sleep(0)
+
+
+def test_replies_of_the_scripted_engine_are_sglangs_too(sglang: ModuleType) -> None:
+    raw = a_reply(prompt_tokens=7, weight_versions=[{"version": "default", "start": 0, "end": 5}])
+    assert check_reply(sglang, raw).output_ids == [59, 79075, 90, 23, 92]
+
+
+def test_types_that_can_be_neither_found_nor_fetched_fail_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(globals(), "CACHE", tmp_path / "types" / "api_types.py")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    with pytest.raises(pytest.fail.Exception, match="could not be fetched; run this test once"):
+        fetch()

@@ -1,0 +1,133 @@
+"""An engine that answers exact bytes over real HTTP, and keeps what it was asked.
+
+For tests of the client and of whatever sits on it. It listens on the test's own loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from worker.engines.sim.http import Exchange, port_of, serve
+
+Step: TypeAlias = "bytes | tuple[int, bytes] | Callable[[Exchange], None]"
+"""What one `/generate` gets: a 200 body, a status with its body, or anything at all."""
+
+
+def a_reply(
+    ids: Sequence[int] = (59, 79075, 90, 23, 92),
+    *,
+    log_probs: Sequence[Any] | None = None,
+    finish: dict[str, Any] | None = None,
+    prompt_tokens: int | None = None,
+    drop: Sequence[str] = (),
+    **meta: Any,
+) -> bytes:
+    """Return a good reply's bytes; log-prob of output i is -i/128; `drop` leaves fields out."""
+    if log_probs is None:
+        log_probs = [-i / 128 for i in range(len(ids))]
+    info: dict[str, Any] = {
+        "id": "a-request",
+        "finish_reason": {"type": "stop", "matched": ids[-1] if ids else None},
+        "completion_tokens": len(ids),
+        "cached_tokens": 0,
+        "weight_version": "default",
+        "output_token_logprobs": [[p, i, None] for p, i in zip(log_probs, ids, strict=False)],
+    }
+    if finish is not None:
+        info["finish_reason"] = finish
+    if prompt_tokens is not None:
+        info["prompt_tokens"] = prompt_tokens
+    body: dict[str, Any] = {"text": "", "output_ids": list(ids), "meta_info": info | meta}
+    for name in drop:
+        (body if name in body else body["meta_info"]).pop(name)
+    return json.dumps(body).encode()
+
+
+def hang(exchange: Exchange) -> None:
+    """Never answer."""
+
+
+def reset(exchange: Exchange) -> None:
+    """Close the connection in place of an answer."""
+    exchange.drop()
+
+
+@dataclass
+class ScriptedEngine:
+    """One server. `/model_info` and `/abort_request` answer 200 unless told otherwise."""
+
+    steps: list[Step] = field(default_factory=list)
+    """Taken in order; the last one is repeated."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of `/generate`, in order of arrival."""
+    raw: list[Exchange] = field(default_factory=list)
+    log: list[tuple[str, str]] = field(default_factory=list)
+    """(path, rid) of everything, in order of arrival."""
+    aborted: Callable[[str], None] | None = None
+    abort_status: int = 200
+    info_status: int = 200
+    weight_version: str = "default"
+    url: str = ""
+    _server: asyncio.Server | None = None
+
+    def handle(self, exchange: Exchange) -> None:
+        body = json.loads(exchange.body) if exchange.body else {}
+        self.log.append((exchange.path, body.get("rid", "")))
+        if exchange.path == "/abort_request":
+            exchange.answer(self.abort_status, b'{"success":true}')
+            if self.aborted is not None:
+                self.aborted(body["rid"])
+        elif exchange.path == "/model_info":
+            info = {"model_path": "scripted", "weight_version": self.weight_version}
+            exchange.answer(self.info_status, json.dumps(info).encode())
+        elif exchange.path == "/generate":
+            self.requests.append(body)
+            self.raw.append(exchange)
+            step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+            if callable(step):
+                step(exchange)
+            elif isinstance(step, tuple):
+                exchange.answer(*step)
+            else:
+                exchange.answer(200, step)
+        else:
+            exchange.answer(404, b"{}")
+
+    def paths(self) -> list[str]:
+        """Return which paths were asked for, in order."""
+        return [path for path, _ in self.log]
+
+    async def start(self, port: int = 0) -> None:
+        """Listen (again)."""
+        self._server = await serve(self.handle, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{port_of(self._server)}"
+
+    async def stop(self) -> None:
+        """Stop listening and close what is open."""
+        if self._server is not None:
+            self._server.close()
+            for exchange in self.raw:
+                exchange.drop()
+            self._server = None
+            await asyncio.sleep(0)
+
+    @property
+    def port(self) -> int:
+        """Return where it listens."""
+        return int(self.url.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def scripted(*steps: Step) -> AsyncIterator[ScriptedEngine]:
+    """Yield a running engine with these answers."""
+    engine = ScriptedEngine(list(steps) or [a_reply()])
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
