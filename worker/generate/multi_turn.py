@@ -1,0 +1,152 @@
+"""The generate function `multi_turn`: call, run the tools it asked for, call again.
+
+Owns the order of turns and what is recorded about them. Never runs a call out of a turn that was
+cut or aborted, and never changes a sampled token. Invariant: the prompt of call k+1 is exactly the
+tokens of call k plus the ids of the observations, which are added whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from typing import Any
+
+from rollstream.errors import StopReason
+
+from ..offload import extend
+from ..telemetry.spans import timed
+from ..tito.tokenizer import LONG_IDS
+from ..tools import Observation, run_calls, tool_specs
+from ..tools.text import clean
+from ..types import AssistantMessage, GenerateInput, GenerateOutput, ToolCall
+from .rollout import LinearRollout
+
+_MAX_RECORDED_CHARS = 4096
+
+
+async def multi_turn(given: GenerateInput) -> GenerateOutput:
+    """Sample turn after turn until the model answers without a call, or a limit is met.
+
+    Raises:
+        EngineFault: no engine answered sensibly.
+        MergeFault: the family's template cannot be extended.
+    """
+    return await _MultiTurn(given).run()
+
+
+class _MultiTurn:
+    """The turns of one trajectory."""
+
+    def __init__(self, given: GenerateInput) -> None:
+        self.given = given
+        self.rollout = LinearRollout(given)
+        self.specs = tool_specs(given.tools)
+        self.calls: list[dict[str, Any]] = []
+        self.problems: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.abnormal_ends = 0
+
+    async def run(self) -> GenerateOutput:
+        reason = await self._turns()
+        note = self.rollout.note
+        if self.calls:
+            note("tool_calls", self.calls)
+        if self.errors:
+            note("tool_errors", dict(self.errors))
+        if self.problems:
+            note("malformed_calls", dict(self.problems))
+        if self.abnormal_ends:
+            note("abnormal_ends", self.abnormal_ends)
+        return await self.rollout.finish(reason)
+
+    async def _turns(self) -> StopReason:
+        """Run turns until one ends the trajectory, and return why."""
+        limits = self.given.limits
+        while True:
+            reply = await self.rollout.call()
+            if reply.completion is not None:
+                self.rollout.keep_reply(reply.completion)
+            if reply.ended is not None or reply.completion is None:
+                return reply.ended or StopReason.STOP
+            message = await self._parse()
+            if not message.tool_calls:
+                return StopReason.STOP
+            is_last = self.rollout.turn >= limits.max_turns
+            if is_last and not limits.execute_last_turn:
+                self._record(message.tool_calls, executed=False)
+                return StopReason.MAX_TURNS
+            self._record(message.tool_calls, executed=True)
+            ended = await self._observe(message.tool_calls)
+            if ended is not None:
+                return ended
+            if is_last:
+                return StopReason.MAX_TURNS
+
+    async def _parse(self) -> AssistantMessage:
+        trajectory, parse = self.rollout.trajectory, self.given.renderer.parse
+        ids, window = trajectory.last_completion(), trajectory.window()
+        if len(ids) > LONG_IDS:
+            message = await asyncio.to_thread(parse, ids, window)
+        else:
+            message = parse(ids, window)
+        self.abnormal_ends += message.abnormal_end
+        if not self.given.tools:
+            message.tool_calls = []  # nothing was offered, so nothing was called
+        for call in message.tool_calls:
+            if call.problem is not None:
+                self.problems[call.problem] += 1
+        return message
+
+    def _record(self, calls: list[ToolCall], *, executed: bool) -> None:
+        """Record calls as plain text: a model writes numbers and characters no codec takes."""
+        for call in calls:
+            arguments = json.dumps(call.arguments)
+            self.calls.append(
+                {
+                    "turn": self.rollout.turn - 1,
+                    "id": call.id,
+                    "name": clean(call.name[:64]),
+                    "arguments": arguments
+                    if len(arguments) <= _MAX_RECORDED_CHARS
+                    else arguments[:_MAX_RECORDED_CHARS] + "…",
+                    "executed": executed and call.problem is None,
+                }
+            )
+
+    async def _observe(self, calls: list[ToolCall]) -> StopReason | None:
+        """Run the calls and add what they gave; returns why the trajectory ends, if it does."""
+        given, rollout = self.given, self.rollout
+        start = time.monotonic()
+        try:
+            with timed(given.spans, "tool", rollout.turn - 1):
+                observations = await run_calls(
+                    calls,
+                    given.tools,
+                    timeout_s=given.limits.tool_timeout_s,
+                    max_chars=given.limits.tool_output_chars,
+                )
+        finally:
+            rollout.sample.non_generation_time += time.monotonic() - start
+        for observation in observations:
+            if observation.error is not None:
+                self.errors[observation.error] += 1
+        return await self._append(observations)
+
+    async def _append(self, observations: list[Observation]) -> StopReason | None:
+        """Add the observations whole, or end the trajectory without them."""
+        rollout, renderer = self.rollout, self.given.renderer
+        trajectory = rollout.trajectory
+        messages = [observation.message for observation in observations]
+        ids = await extend(
+            renderer, trajectory.window(), trajectory.last_completion(), messages, self.specs
+        )
+        room = rollout.room()
+        if len(ids) > room.fits:
+            rollout.note("dropped_observation", {"turn": rollout.turn - 1, "num_tokens": len(ids)})
+            return room.fits_bound
+        trajectory.add_observation(ids)
+        if self.given.debug_messages:
+            rollout.messages.extend(messages)
+        return None

@@ -1,0 +1,176 @@
+"""One linear trajectory while it grows: budgets, engine calls, and how it ends.
+
+Owns what `single_turn` and `multi_turn` share. Never runs a tool, never writes to the sample that
+it was given (it fills a copy). Invariant: a request is sent only with room for at least one token,
+and every token that a reply brought is kept, whatever ended it.
+
+Axes: L all tokens so far, C sampled tokens of one reply.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.errors import STATUS_OF, EngineFault, Status, StopReason
+from rollstream.sample import Message, Sample
+
+from ..offload import decode
+from ..telemetry.spans import timed
+from ..tito.trajectory import Trajectory
+from ..types import Completion, Finish, GenerateInput, GenerateOutput
+from .budget import Room, effective, room_left
+
+CONTEXT_OVERFLOW = "context_overflow"
+"""The detail of an `EngineFault` that says that the request exceeded the engine's own context."""
+_FRESH = (Status.PENDING, Status.ABORTED)
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one engine call brought."""
+
+    completion: Completion | None
+    """None where no request was sent, or the engine refused it as too long."""
+    ended: StopReason | None
+    """Why the trajectory ends here; None where the turn is complete."""
+
+
+class LinearRollout:
+    """Grows one append-only trajectory by engine calls and observations.
+
+    Raises:
+        ValueError: the sample has ended already.
+    """
+
+    def __init__(self, given: GenerateInput) -> None:
+        pending = given.sample
+        if pending.status not in _FRESH:
+            raise ValueError(
+                f"sample {pending.group_index}:{pending.member} is {pending.status} already; only "
+                "a pending or an aborted one can be generated"
+            )
+        self.given = given
+        self.sample: Sample = copy.copy(pending)
+        self.sample.metadata = dict(pending.metadata)
+        resumed = len(pending.tokens) > 0
+        stop_ids = given.renderer.stop_token_ids
+        self.trajectory = (
+            Trajectory.from_sample(pending, stop_ids, given.prompt)
+            if resumed
+            else Trajectory(given.prompt, stop_ids)
+        )
+        self.turn = sum(call.finish != Finish.ABORT for call in self.trajectory.calls)
+        """The turn that the next call belongs to, from 0; a resumed one goes on."""
+        self.messages: list[Message] = []
+        """The conversation behind the prompt, where `debug_messages` asks for it."""
+
+    def room(self) -> Room:
+        """Return what is left before the next call."""
+        held = self.trajectory.num_tokens
+        response = self.trajectory.response_length
+        return room_left(
+            self.given.limits,
+            self.given.sampling,
+            held=held,
+            response=response,
+            turn=self._sampled_of_turn(),
+        )
+
+    def _sampled_of_turn(self) -> int:
+        sampled = 0
+        for call in reversed(self.trajectory.calls):
+            if call.finish != Finish.ABORT:
+                break
+            sampled += call.end - call.start
+        return sampled
+
+    async def call(self) -> Reply:
+        """Make the next call, if there is room for it, and keep what it brought.
+
+        Raises:
+            EngineFault: no engine answered sensibly; the caller of the generate function records.
+        """
+        room = self.room()
+        if room.tokens <= 0:
+            return Reply(None, self._no_room(room.bound))
+        given, turn = self.given, self.turn
+        sampling = effective(given.sampling, room, given.turn_seed(turn))
+        version = given.version()
+        try:
+            with timed(given.spans, "generate", turn):
+                completion = await given.engine.generate(
+                    self.trajectory.request(),
+                    sampling,
+                    routing_key=self.sample.routing_key or f"g{self.sample.group_index}",
+                    version=version,
+                    deadline_s=max(given.deadline - time.monotonic(), 0.001),
+                )
+        except EngineFault as fault:
+            if fault.detail == CONTEXT_OVERFLOW:  # its context is smaller than ours says
+                return Reply(None, self._no_room(StopReason.CONTEXT_LENGTH))
+            raise
+        self.trajectory.add_completion(
+            completion,
+            dispatched_version=version,
+            sampling=sampling.to_dict(),
+            current_version=given.version(),
+        )
+        ended = self._ended_by(completion, room)
+        if completion.finish is not Finish.ABORT:
+            self.turn += 1
+        return Reply(completion, ended)
+
+    def _no_room(self, bound: StopReason) -> StopReason:
+        if self.trajectory.response_length == 0 and bound is StopReason.CONTEXT_LENGTH:
+            return StopReason.PROMPT_TOO_LONG
+        return bound
+
+    def _ended_by(self, completion: Completion, room: Room) -> StopReason | None:
+        if completion.finish is Finish.ABORT:
+            # This worker cancels its own calls, so an abort in a reply is the engine's: it was
+            # paused or its weights were replaced.
+            return StopReason.ABORT_WEIGHTS
+        length = len(completion.ids)
+        if completion.finish is Finish.LENGTH:
+            # Cut before our own cap: the engine's context is smaller than ours says.
+            return room.bound if length >= room.tokens else StopReason.CONTEXT_LENGTH
+        if length >= room.tokens and completion.matched is None and not self._is_closed(completion):
+            return room.bound  # the count says what the finish reason hides
+        return None
+
+    def _is_closed(self, completion: Completion) -> bool:
+        given = self.given
+        closing = (*given.renderer.stop_token_ids, *given.sampling.stop_token_ids)
+        return len(completion.ids) > 0 and int(completion.ids[-1]) in closing
+
+    def note(self, key: str, value: Any) -> None:
+        """Put one fact about the rollout into the sample's metadata."""
+        self.sample.metadata[key] = value
+
+    async def finish(self, reason: StopReason) -> GenerateOutput:
+        """Write the trajectory into the sample, with its ending, and hand it over."""
+        given, trajectory = self.given, self.trajectory
+        with timed(given.spans, "merge"):
+            text = await decode(given.renderer, trajectory.response_ids())
+            sample = trajectory.write_to(self.sample, response=text)
+        sample.finish(reason, STATUS_OF[reason])
+        if given.debug_messages:
+            sample.metadata["messages"] = [*as_messages(sample.prompt), *self.messages]
+        return GenerateOutput(sample)
+
+    def keep_reply(self, completion: Completion) -> None:
+        """Add the assistant's turn, tool-call markup kept, to the messages for people."""
+        if not self.given.debug_messages:
+            return
+        ids = completion.ids
+        if len(ids) and int(ids[-1]) in self.given.renderer.stop_token_ids:
+            ids = ids[:-1]
+        self.messages.append({"role": "assistant", "content": self.given.renderer.decode(ids)})
+
+
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """Return a prompt as messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,0 +1,181 @@
+"""Rewards computed in a process of their own: jobs out through RQ, judgements in by BLPOP.
+
+Owns the tokens that this worker waits for, and the one connection that reads them. Never runs a
+judge. Invariant: `judge` returns or raises within its bound whatever happens to the job (lost,
+expired, killed, answered twice), and a judgement that nobody waits for is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+from typing import Any
+
+import redis
+import redis.asyncio
+import structlog
+from redis.backoff import NoBackoff
+from redis.retry import Retry as RedisRetry
+
+from rollstream.errors import RewardFault
+
+from .judges import MAX_ANSWER_CHARS, MAX_JUDGEMENT_BYTES, QUEUE, inbox_key
+
+BLOCK_S = 0.5
+"""Every blocking read is this short, so that closing never waits long."""
+_SOCKET_TIMEOUT_S = 5.0
+_RECONNECT_S = 0.25
+_counter = itertools.count()
+log = structlog.get_logger("worker")
+
+
+class Isolated:
+    """Asks the verifiers for judgements.
+
+    A job waits in the queue at most as long as it may run, so the answer is due within twice
+    `timeout_s`; RQ forgets the job by then, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        redis_url: str,
+        rq_url: str | None,
+        run: str,
+        incarnation: str,
+        timeout_s: float,
+        ca: str | None = None,
+    ) -> None:
+        # Two scorers of one process must not take each other's judgements.
+        self._inbox = f"{incarnation}.{next(_counter)}"
+        self._key = inbox_key(run, self._inbox)
+        self._run, self._timeout_s = run, timeout_s
+        options: dict[str, Any] = {"ssl_ca_certs": ca} if ca else {}
+        self._reader = redis.asyncio.Redis.from_url(
+            redis_url, socket_connect_timeout=_SOCKET_TIMEOUT_S, **options
+        )
+        self._jobs = redis.Redis.from_url(
+            rq_url or redis_url,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            retry=RedisRetry(NoBackoff(), 1),
+            **options,
+        )
+        self._queue: Any = None
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._tokens = itertools.count(1)
+        self._task: asyncio.Task[None] | None = None
+        self._wanted = asyncio.Event()
+        self.num_strays = 0
+        """Judgements that came for a token nobody waits for."""
+
+    async def judge(self, name: str, answer: str, label: str) -> float:
+        """Return the reward that the judge `name` gives.
+
+        Raises:
+            RewardFault: no verdict; retryable where the job was lost, not where the judge itself
+                broke or hung on this answer (the same seed would give the same answer again).
+        """
+        if self._task is None:
+            self._task = asyncio.create_task(self._read())
+        token = f"{self._inbox}-{next(self._tokens)}"
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = future
+        self._wanted.set()
+        try:
+            async with asyncio.timeout(2 * self._timeout_s + _SOCKET_TIMEOUT_S):
+                await asyncio.to_thread(self._enqueue, name, token, answer, label)
+                answered = await future
+        except TimeoutError:
+            raise RewardFault(
+                f"no judgement of {name} within {2 * self._timeout_s:g} s; is a verifier running "
+                "(python -m worker.rewards.verifier)?",
+                retryable=True,
+                detail="lost",
+            ) from None
+        except redis.RedisError as error:
+            raise RewardFault(
+                f"the job queue of isolated rewards (rq.url) cannot be reached: {error}",
+                retryable=True,
+                detail="unreachable",
+            ) from error
+        finally:
+            del self._waiting[token]
+        return _reward_of(name, answered)
+
+    def _enqueue(self, name: str, token: str, answer: str, label: str) -> None:
+        from rq import Queue, Retry  # 0.2 s that only workers with isolated rewards pay
+
+        if self._queue is None:
+            self._queue = Queue(QUEUE, connection=self._jobs, serializer="json")
+        seconds = math.ceil(self._timeout_s)
+        self._queue.enqueue_call(
+            name,
+            kwargs={
+                "run": self._run,
+                "inbox": self._inbox,
+                "token": token,
+                "answer": answer[: MAX_ANSWER_CHARS + 1],
+                "label": label,
+                "timeout_s": self._timeout_s,
+            },
+            job_id=token.replace(".", "_"),
+            description=name,  # its default is the arguments, which RQ logs
+            # Behind the verifier's own kill at `timeout_s`, and never what ends a judge.
+            timeout=seconds + 10,
+            ttl=seconds,
+            result_ttl=0,
+            failure_ttl=60,
+            retry=Retry(max=1),
+        )
+
+    async def _read(self) -> None:
+        """Read judgements while anybody waits for one."""
+        while True:
+            await self._wanted.wait()
+            try:
+                popped = await self._reader.blpop([self._key], timeout=BLOCK_S)
+            except (redis.RedisError, OSError) as error:
+                log.warning("judgements_unreadable", error=str(error))
+                await asyncio.sleep(_RECONNECT_S)
+                continue
+            if popped is not None:
+                self._deliver(popped[1])
+            if not self._waiting:
+                self._wanted.clear()
+
+    def _deliver(self, raw: bytes | str) -> None:
+        future = None
+        if len(raw) <= MAX_JUDGEMENT_BYTES:
+            with contextlib.suppress(ValueError, RecursionError):
+                answered = json.loads(raw)
+                if isinstance(answered, dict):
+                    future = self._waiting.get(str(answered.get("token")))
+        if future is None or future.done():
+            self.num_strays += 1
+        else:
+            future.set_result(answered)
+
+    async def aclose(self) -> None:
+        """Stop reading and close both connections."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._reader.aclose()
+        await asyncio.to_thread(self._jobs.close)
+
+
+def _reward_of(name: str, answered: dict[str, Any]) -> float:
+    reward = answered.get("reward")
+    if isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward):
+        return float(reward)
+    detail = str(answered.get("detail", "invalid"))
+    raise RewardFault(
+        f"{name} gave no verdict ({detail}): {answered.get('error', '')}",
+        retryable=detail == "crashed",
+        detail=detail if detail in ("raised", "timeout", "crashed") else "invalid",
+    )

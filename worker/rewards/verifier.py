@@ -1,0 +1,247 @@
+"""The verifier: an RQ worker that runs judges, each in a process that is killed when overdue.
+
+    python -m worker.rewards.verifier [--redis.url URL] [--rq.url URL]
+
+Owns the fork, the kill of its process group, and the word to the waiting worker when a judge died.
+Never runs a judge itself, never imports what a job names (`JUDGES` is the closed table), never
+serves a second queue. Invariant: every job ends within its `timeout_s` plus a moment, and its end
+is told: by the judge, or by this process where the judge cannot.
+
+SIGTERM ends it after the judge that runs, which is bounded; an outage of Redis does not end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis
+import structlog
+from rq import Queue, Worker
+from rq.job import Job
+
+from rollstream import logs
+from rollstream.config import Loaded, run_app
+
+from .judges import JUDGES, QUEUE, failure, inbox_key, judge, warm
+
+PROG = "python -m worker.rewards.verifier"
+INBOX_TTL_S = 600
+MAX_TIMEOUT_S = 600.0
+_SOCKET_TIMEOUT_S = 5.0
+_MAX_BACKOFF_S = 5.0
+_PR_SET_PDEATHSIG = 1
+log = structlog.get_logger("verifier")
+
+
+class Inboxes:
+    """Pushes judgements to the lists that workers read."""
+
+    def __init__(self, url: str, ca: str | None = None) -> None:
+        self._url, self._ca = url, ca
+
+    def push(self, run: str, inbox: str, message: bytes) -> None:
+        """Append one message, and let the list expire where nobody reads it."""
+        key = inbox_key(run, inbox)
+        options: dict[str, Any] = {"ssl_ca_certs": self._ca} if self._ca else {}
+        with redis.Redis.from_url(
+            self._url,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            **options,
+        ) as client:
+            pipeline = client.pipeline(transaction=False)
+            pipeline.rpush(key, message)
+            pipeline.expire(key, INBOX_TTL_S)
+            pipeline.execute()
+
+
+class JudgeJob(Job):  # type: ignore[misc]  # rq has no types
+    """A job whose function is an entry of the closed table, and that calls nothing else.
+
+    RQ's own class imports any dotted path that a job names: its function, its callbacks, its
+    webhooks.
+    """
+
+    inboxes: Inboxes
+
+    @property
+    def func(self) -> Callable[..., None]:
+        """The judge that the job names.
+
+        Raises:
+            ValueError: no such judge.
+        """
+        name = self.func_name
+        if name not in JUDGES or self.instance:
+            raise ValueError(f"no judge is called {str(name)[:80]!r}")
+        return functools.partial(run_judge, self.inboxes, name)
+
+    success_callback = failure_callback = stopped_callback = None
+
+    def send_webhooks(self, *_args: Any, **_kwargs: Any) -> None:
+        """Send nothing."""
+
+
+def run_judge(
+    inboxes: Inboxes,
+    name: str,
+    *,
+    run: str,
+    inbox: str,
+    token: str,
+    answer: str,
+    label: str,
+    timeout_s: float,  # the parent's business
+) -> None:
+    """Judge and tell, in the forked process."""
+    inboxes.push(run, inbox, judge(name, token, answer, label))
+
+
+class Verifier(Worker):  # type: ignore[misc]  # rq has no types
+    """RQ's fork worker with a kill that cannot be missed.
+
+    RQ raises an exception in the job at its timeout, which C code never sees and libraries
+    swallow, and kills from outside only a minute later.
+    """
+
+    stopping = False
+    """Somebody asked this process to end (it also leaves its loop when Redis goes away)."""
+
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """Note that the end is wanted."""
+        Verifier.stopping = True
+        super().request_stop(signum, frame)
+
+    def main_work_horse(self, job: Any, queue: Any) -> None:
+        """Run the job in the forked process, which dies with this one."""
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        super().main_work_horse(job, queue)
+
+    def monitor_work_horse(self, job: Any, queue: Any, execution: Any) -> None:
+        """Wait for the judge, and kill its process group when it is overdue."""
+        group, overdue = self.horse_pid, threading.Event()
+
+        def kill() -> None:
+            overdue.set()
+            job.retries_left = 0  # the same answer would hang again
+            _kill_group(group)
+
+        self._overdue = overdue
+        timer = threading.Timer(_timeout_of(job), kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().monitor_work_horse(job, queue, execution)
+        finally:
+            timer.cancel()
+            _kill_group(group)  # whatever the judge left running
+
+    def handle_work_horse_killed(self, job: Any, retpid: Any, ret_val: Any, rusage: Any) -> None:
+        """Tell the waiting worker that there will be no verdict, unless the job is tried again."""
+        super().handle_work_horse_killed(job, retpid, ret_val, rusage)
+        if job.should_retry:
+            return
+        given = _arguments_of(job)
+        detail = "timeout" if self._overdue.is_set() else "crashed"
+        text = {
+            "timeout": f"killed after {_timeout_of(job):g} s",
+            "crashed": f"its process ended with wait status {ret_val}",
+        }[detail]
+        log.warning("judge_killed", judge=job.func_name, detail=detail)
+        try:
+            message = failure(str(given["token"]), text, detail)
+            JudgeJob.inboxes.push(str(given["run"]), str(given["inbox"]), message)
+        except (redis.RedisError, KeyError, ValueError) as error:
+            log.error("judgement_not_told", error=str(error))
+
+
+def _arguments_of(job: Any) -> dict[str, Any]:
+    given = job.kwargs
+    return given if isinstance(given, dict) else {}
+
+
+def _timeout_of(job: Any) -> float:
+    value = _arguments_of(job).get("timeout_s")
+    if isinstance(value, int | float) and 0 < value <= MAX_TIMEOUT_S:
+        return float(value)
+    return MAX_TIMEOUT_S
+
+
+def _kill_group(group: int) -> None:
+    # The group is the forked process's own (it calls setpgrp first), never ours.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def serve(loaded: Loaded) -> int:
+    """Run until SIGTERM or SIGINT; a Redis that goes away is waited for.
+
+    Raises:
+        redis.RedisError: it cannot be reached at the start.
+    """
+    settings = loaded.settings
+    logs.configure(settings.telemetry.log_format, settings.telemetry.log_level)
+    ca = str(settings.redis.ca) if settings.redis.ca else None
+    rq_url = settings.rq.url
+    url = settings.redis_url() if rq_url is None else rq_url.get_secret_value()
+    JudgeJob.inboxes = Inboxes(settings.redis_url(), ca)
+    connection = _connect(url, ca)
+    connection.ping()
+    signal.signal(signal.SIGTERM, _end)
+    warm()
+    log.info("verifier_ready", queue=QUEUE, judges=sorted(JUDGES))
+    wait_s = 0.1
+    while not Verifier.stopping:
+        started = time.monotonic()
+        try:
+            _worker(connection).work(logging_level="WARNING")
+        except redis.RedisError as error:
+            log.warning("redis_away", error=str(error))
+        wait_s = 0.1 if time.monotonic() - started > _MAX_BACKOFF_S else wait_s
+        if not Verifier.stopping:
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_BACKOFF_S)
+    log.info("verifier_ended")
+    return 0
+
+
+def _end(*_: Any) -> None:
+    Verifier.stopping = True
+    raise SystemExit(0)
+
+
+def _connect(url: str, ca: str | None) -> redis.Redis:
+    options: dict[str, Any] = {"ssl_ca_certs": ca} if ca else {}
+    return redis.Redis.from_url(url, socket_connect_timeout=_SOCKET_TIMEOUT_S, **options)
+
+
+def _worker(connection: redis.Redis) -> Verifier:
+    queue = Queue(QUEUE, connection=connection, serializer="json", job_class=JudgeJob)
+    return Verifier(
+        [queue],
+        connection=connection,
+        serializer="json",
+        job_class=JudgeJob,
+        worker_ttl=60,
+        maintenance_interval=60,
+        log_job_description=False,
+    )
+
+
+def main() -> int:
+    """Run the verifier of this configuration."""
+    return run_app(serve, PROG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
