@@ -15,7 +15,8 @@ TOOL = {"role": "tool", "tool_call_id": "c1", "content": "ok"}
 
 
 def _ids(qwen: RenderersBackend, *messages: Any) -> list[int]:
-    return qwen.render(list(messages), None).tolist()
+    ids: list[int] = qwen.render(list(messages), None).tolist()
+    return ids
 
 
 def test_null_and_absent_content_render_as_empty(qwen: RenderersBackend) -> None:
