@@ -276,21 +276,17 @@ def test_fault_message_is_short_whatever_the_engine_says() -> None:
 
 
 def test_docs_show_every_detail_with_its_rule() -> None:
-    table = {
-        match["detail"]: match["rest"]
-        for match in re.finditer(
-            r"^\| `(?P<detail>\w+)` \|(?P<rest>.*)\|$", DOCS.read_text(), re.MULTILINE
-        )
-    }
-    assert set(table) == {detail.value for detail in Detail}
-    for detail, rule in RULES.items():
-        cells = [cell.strip() for cell in table[detail.value].split("|")]
-        yes = {True: "yes", False: "no"}
-        after = str(rule.eject_after) if rule.eject_after else "never"
-        assert cells == [
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", DOCS.read_text(), re.MULTILINE)
+    table = {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+    shown = {name: cells for name, cells in table.items() if len(cells) == 5}
+    yes = {True: "yes", False: "no"}
+    assert shown == {
+        detail.value: [
             rule.when,
             yes[rule.again],
             yes[rule.stop_first],
-            after,
+            str(rule.eject_after or "never"),
             yes[rule.retryable],
         ]
+        for detail, rule in RULES.items()
+    }
