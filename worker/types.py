@@ -81,6 +81,7 @@ class Engine(Protocol):
         routing_key: str,
         version: int,
         deadline_s: float | None = None,
+        salt: int | None = None,
     ) -> Completion:
         """Sample a continuation of `prompt`; a new rid for every try.
 
@@ -90,6 +91,8 @@ class Engine(Protocol):
             routing_key: calls of one trajectory, and members of one group, share it.
             version: the weight version current at dispatch.
             deadline_s: seconds that all tries together may take.
+            salt: the weight version at the trajectory's first call, which salts the engine's
+                prefix cache; None is `version`.
 
         Raises:
             EngineFault: after the retries that its class allows.

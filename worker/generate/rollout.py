@@ -62,7 +62,10 @@ class LinearRollout:
             if resumed
             else Trajectory(given.prompt, stop_ids)
         )
-        self.turn = sum(call.finish != Finish.ABORT for call in self.trajectory.calls)
+        calls = self.trajectory.calls
+        self._salt: int | None = calls[0].dispatched_version if calls else None
+        """The version at the first call: later calls find the cache of the earlier ones."""
+        self.turn = sum(call.finish != Finish.ABORT for call in calls)
         """The turn that the next call belongs to, from 0; a resumed one goes on."""
         self.messages: list[Message] = []
         """The conversation behind the prompt, where `debug_messages` asks for it."""
@@ -99,6 +102,7 @@ class LinearRollout:
         given, turn = self.given, self.turn
         sampling = effective(given.sampling, room, given.turn_seed(turn))
         version = given.version()
+        self._salt = version if self._salt is None else self._salt
         try:
             with timed(given.spans, "generate", turn):
                 completion = await given.engine.generate(
@@ -107,6 +111,7 @@ class LinearRollout:
                     routing_key=self.sample.routing_key or f"g{self.sample.group_index}",
                     version=version,
                     deadline_s=max(given.deadline - time.monotonic(), 0.001),
+                    salt=self._salt,
                 )
         except EngineFault as fault:
             if fault.detail == CONTEXT_OVERFLOW:  # its context is smaller than ours says
