@@ -44,6 +44,9 @@ _RULE_FIELDS = tuple(f.name for f in fields(EnvRule))
 _CALL_NAMES = tuple(f.name for f in fields(Call))
 _CALL_PLAIN = tuple(n for n in _CALL_NAMES if n not in ("start", "end", "versions"))
 _BODY_FIELD_SET = frozenset(_BODY_FIELDS)
+_PER_RESPONSE = tuple(name for name in ARRAY_DTYPES if name != "tokens")
+_BLOCK_DTYPES = frozenset(np.dtype(kind).newbyteorder("<").str for kind in "?bBhHiIqQefd")
+"""What an array of several dimensions may hold."""
 _Codec: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
@@ -257,7 +260,21 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup) -> Sample:
             setattr(sample, name, value)
         else:
             sample.extra[name] = value
+    _check_fit(sample)
     return sample
+
+
+def _check_fit(sample: Sample) -> None:
+    """Refuse a record whose parts cannot belong together (the whole proof is `validate`)."""
+    length, count = sample.response_length, len(sample.tokens)
+    if not isinstance(length, int) or not 0 <= length <= count:
+        raise ValueError(f"response_length {length!r} does not fit {count} tokens")
+    for name in _PER_RESPONSE:
+        values = getattr(sample, name)
+        if values is not None and len(values) != length:
+            raise ValueError(f"{name} has {len(values)} entries, response_length is {length}")
+    if not isinstance(sample.metadata, dict):
+        raise ValueError(f"metadata is a {type(sample.metadata).__name__}, expected a map")
 
 
 def _array_codec(name: str) -> _Codec:
@@ -278,13 +295,16 @@ def _array_codec(name: str) -> _Codec:
 
 
 def _encode_block(value: Any) -> list[Any]:
-    return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    dtype = value.dtype.newbyteorder("<")
+    if dtype.str not in _BLOCK_DTYPES:
+        raise WireError(f"an array of {value.dtype} has no wire form")
+    return [dtype.str, list(value.shape), np.ascontiguousarray(value, dtype=dtype).tobytes()]
 
 
 def _decode_block(value: list[Any]) -> Any:
     dtype, shape, raw = value
-    if np.dtype(dtype).hasobject:
-        raise ValueError(f"dtype {dtype} is not raw data")
+    if dtype not in _BLOCK_DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not raw data")
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
