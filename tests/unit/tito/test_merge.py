@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ LOG_PROBS = st.integers(-1000, -1).map(lambda n: n / 1024)
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[Turn]:
+def conversations(draw: Any) -> list[Turn]:
     """Return turns that are append-only but for what a mutation may have broken."""
     held = draw(st.lists(IDS, max_size=4))
     turns = []
