@@ -69,6 +69,7 @@ class Isolated:
         self._tokens = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
+        self._closing = False
         self.num_strays = 0
         """Judgements that came for a token nobody waits for."""
 
@@ -134,7 +135,7 @@ class Isolated:
 
     async def _read(self) -> None:
         """Read judgements while anybody waits for one."""
-        while True:
+        while not self._closing:
             await self._wanted.wait()
             try:
                 popped = await self._reader.blpop([self._key], timeout=BLOCK_S)
@@ -144,7 +145,7 @@ class Isolated:
                 continue
             if popped is not None:
                 self._deliver(popped[1])
-            if not self._waiting:
+            if not self._waiting and not self._closing:
                 self._wanted.clear()
 
     def _deliver(self, raw: bytes | str) -> None:
@@ -161,6 +162,9 @@ class Isolated:
 
     async def aclose(self) -> None:
         """Stop reading and close both connections."""
+        # Not by cancelling alone: on Python 3.11 `wait_for` inside redis-py can swallow that.
+        self._closing = True
+        self._wanted.set()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

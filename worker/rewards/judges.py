@@ -55,7 +55,7 @@ def failure(token: str, error: str, detail: str) -> bytes:
 
 def math_verify(answer: str, label: str) -> float:
     """Return 1.0 where the answer equals the label as mathematics, else 0.0."""
-    package = warm()
+    package = _package()
     if len(answer) > MAX_ANSWER_CHARS:
         return 0.0
     # Its own timeouts use the alarm that RQ uses, and turn a hang into a wrong answer; the
@@ -65,12 +65,21 @@ def math_verify(answer: str, label: str) -> float:
     return float(package.verify(gold, given, timeout_seconds=None))
 
 
-def warm() -> Any:
-    """Import math-verify (2.4 s), so that the processes forked later have it already."""
-    import math_verify as package
+def _package() -> Any:
+    import math_verify as package  # 2.4 s
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every disabled timeout
     return package
+
+
+def warm() -> None:
+    """Import and use what judges need, so that the processes forked later have it already.
+
+    The LaTeX grammar builds its tables at first use: 0.1 s that every fork would pay again.
+    """
+    for answer in ("\\frac{1}{2}", "x^2+1", "\\sqrt{2}", "(1,2)", "3.5"):
+        math_verify(answer, answer)
+        math_verify(f"{answer}+1", "not an answer")
 
 
 JUDGES: dict[str, Callable[[str, str], float]] = {"math_verify": math_verify}

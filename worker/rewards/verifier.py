@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import signal
 import sys
@@ -199,6 +200,8 @@ def serve(loaded: Loaded) -> int:
     connection.ping()
     signal.signal(signal.SIGTERM, _end)
     warm()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that it looks at
     log.info("verifier_ready", queue=QUEUE, judges=sorted(JUDGES))
     wait_s = 0.1
     while not Verifier.stopping:
