@@ -126,10 +126,9 @@ class Intake:
         if delivery.taken:
             raise Fenced
         taken: list[HeldGroup] = []
-        for entry, answer, stored in zip(entries, delivery.answers, delivery.groups, strict=True):
+        for answer, stored in zip(delivery.answers, delivery.groups, strict=True):
             if answer == "stale":
                 self.num_stale += 1
-                self._lineage.ended([int(entry.group_index)])
             elif stored is not None:
                 self._weigh(stored)
                 held = self._decode(stored)
@@ -159,7 +158,6 @@ class Intake:
         answer = self._queue.call(calls.retire(self._lineage.consumer, str(group_index), reason))
         if answer == "taken":
             raise Fenced
-        self._lineage.ended([group_index])
 
     def _weigh(self, stored: StoredGroup) -> None:
         num_bytes = sum(len(body) for body in stored.bodies if body)

@@ -36,7 +36,8 @@ class Lineage:
     Attributes:
         consumer: token that every deliver, ack, retire and rewind carries.
         number: of this trainer's connect; it rises with every connect to the run.
-        terminal: ids that are never handed out: of the checkpoint, acked here, ended in Redis.
+        terminal: ids that are never handed out: of the checkpoint, acked here, and what Redis had
+            ended when the two were last compared.
         version: the weight version that this process asserts.
         rollbacks: how often Redis was found to know less than this process.
     """
@@ -100,7 +101,7 @@ class Lineage:
         return answer
 
     def ended(self, group_indexes: list[int]) -> None:
-        """Count groups as ended: acked here, or dropped here."""
+        """Count groups as ended: acked here."""
         self.terminal.add(group_indexes)
 
     def snapshot(self) -> TerminalIds:
@@ -125,11 +126,10 @@ class Lineage:
             self.snapshot()
 
     def _assert_again(self, answer: ControlAnswer) -> ControlAnswer:
-        """A rollback: token, weight version and terminal ids are Redis's to learn again."""
+        """A rollback: token and terminal ids are Redis's to learn again (the version has been)."""
         self.rollbacks += 1
         same_lineage = answer.rewind_id == self._rewind_id
         answer = self._connect(answer.connects)
-        self._queue.call(calls.set_version(self.version))
         theirs = self._read_terminal()
         log.warning(
             "redis lost what it knew: asserting again",

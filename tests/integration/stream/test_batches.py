@@ -21,7 +21,7 @@ from rollstream.errors import (
 from rollstream.group import EnvRule, Trajectory, sample_index
 from rollstream.queue import calls
 from rollstream.stream import GroupStream
-from rollstream.wire import encode_envs
+from rollstream.wire import encode_envs, encode_header
 from tests.backstage import Backstage, wait_until
 from tests.builders import a_sample
 
@@ -158,6 +158,18 @@ def test_stream_takes_unscored_members_where_the_trainer_scores(
         run.open().finish(0, make=lambda g, m: a_sample(g, m, reward=None))
         batch = next(connect().batches(groups=1))
     assert np.isnan(batch.to_arrays()["reward"]).tolist() == [True, True]
+
+
+def test_stream_takes_rewards_from_the_verdict_where_it_wrote_them(
+    run: Backstage, connect: Connect
+) -> None:
+    run.enqueue(0)
+    run.complete(run.lease(), make=lambda g, m: a_sample(g, m, reward=None))
+    (entry,) = run.queue.read_full("judge", count=1, block_s=0)
+    headers = {m: encode_header(a_sample(0, m, reward=0.5 + m)) for m in (0, 1)}
+    run.queue.call(calls.verdict("0", entry.message_id, headers=headers))
+    batch = next(connect().batches(groups=1))
+    assert [sample.reward for sample in batch.flat()] == [0.5, 1.5]
 
 
 def test_stream_reports_spans_and_texts_where_they_are_asked_for(
