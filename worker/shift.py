@@ -42,6 +42,8 @@ from .work import (
     leaves_of,
 )
 
+ABORTING = "aborting"
+"""The state of a run whose groups are being dropped: nothing that it runs counts any more."""
 BELL_WAIT_S = 0.5
 IDLE_WAIT_S = 0.2
 WATCH_INTERVAL_S = 0.1
@@ -118,6 +120,8 @@ class Shift:
         while not self._stopping.is_set():
             if self._view.state in OVER:
                 return self._view.state
+            if self._view.state == ABORTING:
+                self.cancel_all(Cause.RUN_ENDED)
             free = self._limits.slots - len(self._works)
             if free <= 0:
                 await self._wait(self._freed, IDLE_WAIT_S)
@@ -153,9 +157,7 @@ class Shift:
             self._take(group, now_mono, now_unix)
 
     async def _idle(self, state: str) -> None:
-        if state == "aborting":
-            self.cancel_all(Cause.RUN_ENDED)
-        elif state == LOST:
+        if state == LOST:
             self._say("run_lost", "Redis does not know the run (any more): waiting for `open`")
             self.cancel_all(Cause.LOST)
         if state not in OVER:

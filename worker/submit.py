@@ -18,12 +18,12 @@ from typing import Any
 
 import structlog
 from redis.exceptions import ResponseError
-from rollstream.queue.queue import Queue
 
 from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
 from rollstream.queue.calls import CompleteAnswer, Completion, ScriptCall
 from rollstream.queue.keys import MAX_COMPLETE_BYTES, MAX_MEMBERS_A_CALL
+from rollstream.queue.queue import Queue
 
 from .link import OUTAGE, Link
 from .work import Work
@@ -130,10 +130,7 @@ class Submitter:
         asked: list[ScriptCall[Any]] = [r.failure for r in batch if r.failure is not None]
         if completions:
             asked.append(calls.complete(completions))
-        if len(asked) == 1:
-            answers: list[Any] = [await self._queue.call(asked[0])]
-        else:
-            answers = await self._queue.call_many(asked)
+        answers: list[Any] = await self._queue.call_many(asked)
         landed = iter(answers.pop() if completions else ())
         failed = iter(answers)
         return [

@@ -31,6 +31,7 @@ from rollstream.queue.connection import (
 from rollstream.queue.keys import prefix
 from rollstream.queue.reads import Command, Delivery, Read, RunInfo, StoredGroup, StreamEntry
 from rollstream.queue.scripts import Script, load_scripts
+from rollstream.queue.sending import with_plain_sends
 
 T = TypeVar("T")
 _PAGE = 100
@@ -74,7 +75,9 @@ class Queue:
         """
         options = connection_options(url, ca, connect_timeout_s)
         client, blocking = (
-            redis.asyncio.Redis.from_url(url, retry=Retry(BACKOFF, RETRIES), **options)
+            with_plain_sends(
+                redis.asyncio.Redis.from_url(url, retry=Retry(BACKOFF, RETRIES), **options)
+            )
             for _ in range(2)
         )
         return cls(client, blocking, run)

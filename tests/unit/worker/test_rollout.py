@@ -122,7 +122,7 @@ async def exits(given: GenerateInput) -> GenerateOutput:
 
 
 async def recurses(given: GenerateInput) -> GenerateOutput:
-    return await recurses(given)
+    raise RecursionError("too deep")
 
 
 async def returns_nonsense(given: GenerateInput) -> GenerateOutput:
