@@ -5,11 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from examples import vocabulary as vocabulary_file
 from examples.devserver import DevServer
+
+if TYPE_CHECKING:
+    from worker.tito.backend import RenderersBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,3 +35,11 @@ def run_name() -> str:
 def vocabulary() -> Path:
     """The real Qwen3 `tokenizer.json`, made where it is missing."""
     return vocabulary_file.write(ROOT / ".cache" / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def qwen3(vocabulary: Path) -> RenderersBackend:
+    """The real Qwen3 renderer, loaded once per test process."""
+    from worker.tito.load import load_renderer
+
+    return load_renderer(vocabulary, "qwen3")
