@@ -31,7 +31,7 @@ FAULTS = {
     "version-change": 0.05,
 }
 """Shares of the stand-in's requests that go wrong; non-canonical splits are its policy's."""
-ISOLATED_SHARE = 0.1
+ISOLATED_SHARE = 0.05
 """Of the samples, scored by math-verify in a process of its own."""
 CAPACITY = 48
 """Groups that may be live at once."""
@@ -118,7 +118,7 @@ def tables(
         },
         "worker": {
             "concurrency": 96,
-            "generate": f"{ROOT / 'examples' / 'demo_generate.py'}:generate",
+            "generate": "examples.demo_generate:generate",
             "tools": ["calculator"],
             "max_turns": 6,
             "lease_s": options.lease_s,

@@ -96,7 +96,7 @@ def for_people(summary: Summary, facts: Facts, wrong: list[str]) -> str:
                     f"({facts.lists} delivered as lists), mean reward {facts.mean_reward:.2f}")),
         ("dropped", f"{dropped} (of {ended} groups that ended)"),
         ("sampled", f"{s.tokens:,} tokens in {s.turns:,} calls; {facts.versions} weight versions"),
-        ("speed", f"{s.samples_per_s:.1f} samples/s over {s.seconds:.1f} s"),
+        ("speed", f"{s.samples_per_s:.1f} samples/s while training; {s.seconds:.1f} s in all"),
         ("faults", f"{s.retries['attempts']} attempts repeated, {s.retries['crashes']} leases of "
                    f"dead workers taken over, {s.fenced} late results refused"
                    + (f", {facts.kills} workers killed" if facts.kills else "")),
