@@ -41,7 +41,7 @@ from .telemetry.server import TelemetryServer
 from .tito.backend import RenderersBackend
 from .tito.load import render_prompt
 
-REACH_S = 8.0
+REACH_S = 5.0
 """How long start-up tries to reach Redis, and then an engine."""
 REPORT_S = 5.0
 """How long shutdown waits for the queue's answers to what was given back."""
