@@ -7,6 +7,7 @@ Never creates a run: producers do. Invariant: every wait here is bounded, and sa
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
@@ -56,16 +57,25 @@ def shown_url(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
 
 
-def await_run(queue: BlockingQueue, url: str, timeout_s: float) -> RunInfo:
+class Interrupted(Exception):
+    """The one who waits was told to stop waiting; nothing was taken or handed out."""
+
+
+def await_run(
+    queue: BlockingQueue, url: str, timeout_s: float, interrupt: threading.Event
+) -> RunInfo:
     """Return the run's info as soon as it exists.
 
     Raises:
+        Interrupted: `interrupt` was set.
         StreamError: the server cannot be reached, or refuses us.
         RunLost: there is no such run; names those that exist.
     """
     limit, told = time.monotonic() + timeout_s, False
     while True:
         trouble: Exception | None = None
+        if interrupt.is_set():
+            raise Interrupted
         try:
             info = queue.info()
             if info is not None:
@@ -82,7 +92,7 @@ def await_run(queue: BlockingQueue, url: str, timeout_s: float) -> RunInfo:
                 "waiting for the run",
                 extra={"run": queue.run, "timeout_s": timeout_s, "redis": shown_url(url)},
             )
-        time.sleep(min(POLL_S, max(0.0, limit - time.monotonic())))
+        interrupt.wait(min(POLL_S, max(0.0, limit - time.monotonic())))
 
 
 def missing(

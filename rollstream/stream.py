@@ -25,17 +25,13 @@ from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.reads import RunInfo
-from rollstream.runs import OUTAGES, await_run
+from rollstream.runs import OUTAGES, Interrupted, await_run
 from rollstream.waiting import Wait
 
 log = logging.getLogger("rollstream.stream")
 
 ACK_TIMEOUT_S = 60.0
 """How long an ack outlasts a Redis outage."""
-
-
-class Interrupted(Exception):
-    """The one who waits was told to stop waiting; nothing was handed out."""
 
 
 class GroupStream:
@@ -67,6 +63,7 @@ class GroupStream:
         connect_timeout_s: float = 30.0,
         ca: str | None = None,
         text: bool = False,
+        interrupt: threading.Event | None = None,
     ) -> Self:
         """Become the trainer of a run; a trainer that is connected already is taken over.
 
@@ -81,6 +78,7 @@ class GroupStream:
                 later; also how long a run that vanished may take to be opened again.
             ca: file of the CA that signed the server's certificate, for `rediss://`.
             text: fetch the response texts too (`sample.response` is empty otherwise).
+            interrupt: set by another thread to give up before the run is claimed.
 
         Raises:
             ValueError: `state` is not a checkpoint of ours.
@@ -93,7 +91,7 @@ class GroupStream:
             url, run, ca=ca, connect_timeout_s=max(0.1, min(5.0, connect_timeout_s))
         )
         try:
-            info = await_run(queue, url, connect_timeout_s)
+            info = await_run(queue, url, connect_timeout_s, interrupt or threading.Event())
             if info.schema != SCHEMA:
                 raise RunMismatch(
                     f"run {run!r} has schema {info.schema}, this library speaks {SCHEMA}; use the "

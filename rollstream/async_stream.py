@@ -1,0 +1,178 @@
+"""`AsyncGroupStream`: the same stream for a trainer that lives on an event loop.
+
+Owns two threads: one waits for batches, one does everything else. Never decides anything: every
+method is `GroupStream`'s. Invariant: a task that is cancelled while it waits loses no group; the
+wait ends within half a second, and what it was about to hand out goes back to the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rollstream.batch import Batch
+from rollstream.queue.reads import RunInfo
+from rollstream.runs import Interrupted
+from rollstream.stream import ACK_TIMEOUT_S, GroupStream
+
+T = TypeVar("T")
+
+
+class AsyncGroupStream:
+    """Finished groups of one run, in batches, for one trainer; see `GroupStream`.
+
+    Ack with `await stream.ack(batch)`: `batch.ack()` would block the loop.
+
+    Example:
+        >>> async with await AsyncGroupStream.connect("redis://localhost", run="demo") as stream:
+        ...     async for batch in stream.batches(groups=32):
+        ...         await train(batch.to_arrays(pad_id=0))
+        ...         await stream.ack(batch)
+    """
+
+    def __init__(self, stream: GroupStream) -> None:
+        """Use `connect`."""
+        self._stream = stream
+        self._waiting = ThreadPoolExecutor(1, "rollstream-wait")
+        self._doing = ThreadPoolExecutor(1, "rollstream-call")
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        run: str,
+        state: Mapping[str, Any] | None = None,
+        connect_timeout_s: float = 30.0,
+        ca: str | None = None,
+        text: bool = False,
+    ) -> Self:
+        """Become the trainer of a run, as `GroupStream.connect` does."""
+        interrupt = threading.Event()
+        connecting = functools.partial(
+            GroupStream.connect,
+            url,
+            run=run,
+            state=state,
+            connect_timeout_s=connect_timeout_s,
+            ca=ca,
+            text=text,
+            interrupt=interrupt,
+        )
+        starter = ThreadPoolExecutor(1, "rollstream-connect")
+        try:
+            future = starter.submit(connecting)
+            try:
+                return cls(await asyncio.wrap_future(future))
+            except asyncio.CancelledError:
+                interrupt.set()
+                future.add_done_callback(_close_unwanted)
+                raise
+        finally:
+            starter.shutdown(wait=False)
+
+    async def aclose(self) -> None:
+        """Close every connection and end the threads; unacked groups stay for the next trainer."""
+        try:
+            await self._do(self._stream.close)
+        finally:
+            self._waiting.shutdown(wait=False)
+            self._doing.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def info(self) -> RunInfo:
+        """What the run is, as of the last look."""
+        return self._stream.info
+
+    @property
+    def version(self) -> int:
+        """The weight version that this trainer asserts."""
+        return self._stream.version
+
+    async def batches(self, groups: int = 32, timeout_s: float = 600.0) -> AsyncIterator[Batch]:
+        """Yield batches until the run is over; ends and errors are those of `GroupStream`."""
+        if groups < 1 or timeout_s <= 0:
+            raise ValueError(f"groups={groups}, timeout_s={timeout_s}: both must be positive")
+        while (batch := await self.next_batch(groups, timeout_s)) is not None:
+            yield batch
+
+    async def next_batch(self, groups: int, timeout_s: float) -> Batch | None:
+        """Return the next batch, or None where the run is over."""
+        handover = _Handover(self._stream)
+        try:
+            return await asyncio.wrap_future(self._waiting.submit(handover.wait, groups, timeout_s))
+        except asyncio.CancelledError:
+            batch = handover.refuse()
+            if batch is not None:
+                # By the thread that waits, so that it is back before the next wait begins.
+                self._waiting.submit(self._stream.take_back, batch)
+            raise
+
+    async def ack(self, batch: Batch, timeout_s: float = ACK_TIMEOUT_S) -> None:
+        """Say that a batch was trained on; a repeat does nothing."""
+        await self._do(lambda: self._stream.ack(batch, timeout_s))
+
+    async def state_dict(self, timeout_s: float = ACK_TIMEOUT_S) -> dict[str, Any]:
+        """Return what `connect(state=…)` needs to go on from here."""
+        return await self._do(lambda: self._stream.state_dict(timeout_s))
+
+    async def set_weight_version(self, version: int, label: str | None = None) -> None:
+        """Say which policy the engines serve from now on."""
+        await self._do(lambda: self._stream.set_weight_version(version, label))
+
+    async def abort_run(self, reason: str = "", timeout_s: float = 30.0) -> None:
+        """End the run: live groups are dropped as `run_aborted`."""
+        await self._do(lambda: self._stream.abort_run(reason, timeout_s))
+
+    async def metrics(self) -> dict[str, float]:
+        """Return figures of the run and of this stream for a tracker."""
+        return await self._do(self._stream.metrics)
+
+    async def _do(self, action: Callable[[], T]) -> T:
+        # Shielded by the thread: a cancelled caller leaves the call to its end, which may repeat.
+        return await asyncio.wrap_future(self._doing.submit(action))
+
+
+class _Handover:
+    """One batch on its way from the waiting thread to a task that may be cancelled meanwhile."""
+
+    def __init__(self, stream: GroupStream) -> None:
+        self._stream, self._lock, self._interrupt = stream, threading.Lock(), threading.Event()
+        self._batch: Batch | None = None
+
+    def wait(self, groups: int, timeout_s: float) -> Batch | None:
+        """Wait in the thread; what comes after a refusal goes back at once."""
+        batch = self._stream.next_batch(groups, timeout_s, self._interrupt)
+        with self._lock:
+            if batch is not None and self._interrupt.is_set():
+                self._stream.take_back(batch)
+                raise Interrupted
+            self._batch = batch
+        return batch
+
+    def refuse(self) -> Batch | None:
+        """End the wait; return the batch that was handed over already, for nobody to see."""
+        with self._lock:
+            self._interrupt.set()
+            return self._batch
+
+
+def _close_unwanted(future: Future[GroupStream]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()
