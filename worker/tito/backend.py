@@ -20,7 +20,7 @@ from rollstream.errors import MergeFault
 from rollstream.sample import Message, TokenIds
 
 from ..types import AssistantMessage, ProblemKind, ToolCall
-from .calls import judge_call, new_call_id
+from .calls import closes_behind, judge_call, new_call_id
 from .ids import as_ids
 from .messages import normalize_messages
 from .tokenizer import Tokenizer
@@ -156,11 +156,31 @@ class RenderersBackend:
             text = self.decode(as_ids(ids))
             call = ToolCall(new_call_id(), "", {}, text, ProblemKind.INVALID_JSON, str(error))
             return AssistantMessage(text, None, [call], abnormal)
-        calls = [
-            judge_call(call.raw, closed=call.status != "unclosed_block")
-            for call in parsed.tool_calls
-        ]
+        calls = self._judged(parsed.tool_calls, ids)
         return AssistantMessage(parsed.content, parsed.reasoning_content, calls, abnormal)
+
+    def _judged(self, found: Sequence[Any], ids: list[int]) -> list[ToolCall]:
+        """Return what the parser found as calls, each block as long as its JSON needs.
+
+        The closing marker inside a string argument is the same id as the one that closes the
+        block, so a block that is no JSON may go on to a later marker.
+        """
+        calls: list[ToolCall] = []
+        behind = 0
+        for block in found:
+            start, end = block.token_span or (behind, behind)
+            if start < behind:
+                continue  # part of the block before it
+            call = judge_call(block.raw, closed=block.status != "unclosed_block")
+            behind = end
+            if call.problem is ProblemKind.INVALID_JSON and start < end:
+                for later in closes_behind(ids, end, ids[end - 1]):
+                    longer = judge_call(self.decode(as_ids(ids[start + 1 : later])), closed=True)
+                    if longer.problem is not ProblemKind.INVALID_JSON:
+                        call, behind = longer, later + 1
+                        break
+            calls.append(call)
+        return calls
 
     def encode(self, text: str) -> TokenIds:
         """Encode plain text; control strings in it do not become control ids."""

@@ -13,6 +13,8 @@ from typing import Any
 
 from ..types import ProblemKind, ToolCall
 
+MAX_LATER_CLOSES = 8
+"""So many closing markers inside one block's strings are looked beyond."""
 MAX_UNWRAPS = 3
 """Arguments may be JSON in a string, in a string, …, this many times."""
 
@@ -47,6 +49,17 @@ def judge_call(raw: str, *, closed: bool) -> ToolCall:
         )
     call.arguments = arguments
     return call
+
+
+def closes_behind(ids: list[int], start: int, marker: int) -> list[int]:
+    """Return the first places of `marker` in `ids` from `start` on, at most `MAX_LATER_CLOSES`."""
+    places: list[int] = []
+    while len(places) < MAX_LATER_CLOSES:
+        try:
+            places.append(ids.index(marker, places[-1] + 1 if places else start))
+        except ValueError:
+            break
+    return places
 
 
 def unwrap_arguments(arguments: Any) -> Any:
