@@ -220,6 +220,24 @@ def test_counters_are_summed_over_calls() -> None:
     assert trajectory.write_to(Sample()).spec_info == SpecInfo(20, 30, 6, 10)
 
 
+def test_sampling_of_every_call_comes_back_as_it_was_given() -> None:
+    given: list[dict[str, Any]] = [
+        {"seed": 1, "temperature": 1.0},
+        {"seed": 2, "temperature": 1.0},
+        {"seed": 3},
+        {"seed": 4, "stop": [2], "temperature": 0.5},
+        {},
+    ]
+    trajectory, reused = _trajectory(), {"seed": 0}
+    for sampling in given:
+        trajectory.add_completion(a_completion([5]), dispatched_version=1, sampling=sampling)
+    trajectory.add_completion(a_completion([5]), dispatched_version=1, sampling=reused)
+    reused["seed"] = 9
+    assert [call.sampling for call in trajectory.calls] == [*given, {"seed": 0}]
+    assert trajectory.calls[1:3] == list(trajectory.calls)[1:3]
+    assert trajectory.calls[-1].sampling == {"seed": 0}
+
+
 def test_reply_whose_log_probs_do_not_fit_is_refused() -> None:
     trajectory = _trajectory()
     with pytest.raises(ContractError, match="3 ids and 2 log-probs"):
@@ -236,6 +254,7 @@ def test_from_sample_continues_with_the_same_tokens_masks_and_calls() -> None:
     parked = before.write_to(Sample(group_index=3))
     assert parked.loss_mask is not None
     parked.loss_mask[0] = 0  # an off-policy token that somebody masked
+    parked.spec_info, parked.prefix_cache_info = SpecInfo(1, 2, 3, 4), PrefixCacheInfo(5, 6)
 
     after = Trajectory.from_sample(parked, (2, 3), before.prompt)
     assert toy.sent_ids(after) == P0 + A1 + U1 + [30]
@@ -248,6 +267,8 @@ def test_from_sample_continues_with_the_same_tokens_masks_and_calls() -> None:
     assert sample.loss_mask.tolist() == [0, 1, 1] + [0] * 11 + [1, 1]
     assert [c.rid for c in sample.calls[:2]] == [c.rid for c in parked.calls]
     assert len(parked.calls) == 2
+    assert sample.spec_info == SpecInfo(1, 2, 3, 4) == parked.spec_info
+    assert sample.prefix_cache_info == PrefixCacheInfo(5, 6) == parked.prefix_cache_info
 
 
 def test_from_sample_of_the_wire_owns_writable_arrays() -> None:
