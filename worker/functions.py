@@ -82,7 +82,7 @@ def describe(error: BaseException, limit: int = _MAX_ERROR_CHARS) -> str:
 def unknown_name(name: str, what: str, known: list[str]) -> ConfigError:
     """Return the error for a name that is neither built in nor a path."""
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return ConfigError(
         f"unknown {what} {name!r}{hint} Built in: {', '.join(known)}. "
         "A function of your own is 'pkg.module:name' or 'PATH.py:name'."
