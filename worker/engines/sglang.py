@@ -39,7 +39,6 @@ def new_transport() -> AiohttpTransport:
         client=lambda: aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
     )
 

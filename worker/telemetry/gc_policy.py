@@ -74,18 +74,25 @@ class GcPolicy:
         pauses, self.pauses = self.pauses, GcPauses()
         return pauses
 
-    async def run(self, idle: Callable[[], bool], *, full_every_s: float = FULL_EVERY_S) -> None:
-        """Collect fully every `full_every_s`, or every 10 s while `idle()`; until cancelled.
+    async def run(
+        self,
+        idle: Callable[[], bool],
+        *,
+        full_every_s: float = FULL_EVERY_S,
+        idle_every_s: float = IDLE_EVERY_S,
+    ) -> None:
+        """Collect fully on a slow timer, and on a quicker one while idle; until cancelled.
 
         Args:
             idle: no trajectory is in flight, so that a pause delays nothing.
             full_every_s: how long cyclic garbage may lie at most while there is work.
+            idle_every_s: and while there is none.
         """
         last_s = time.monotonic()
         while True:
-            await asyncio.sleep(min(_LOOK_EVERY_S, full_every_s))
+            await asyncio.sleep(min(_LOOK_EVERY_S, full_every_s, idle_every_s))
             since_s = time.monotonic() - last_s
-            if since_s >= full_every_s or (since_s >= IDLE_EVERY_S and idle()):
+            if since_s >= full_every_s or (since_s >= idle_every_s and idle()):
                 gc.collect()
                 last_s = time.monotonic()
 
