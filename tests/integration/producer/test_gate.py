@@ -315,21 +315,29 @@ async def test_gate_stays_after_the_end_of_data_and_leaves_without_stay(
             await asyncio.wait_for(it.task, 5)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
 async def test_gate_helps_an_aborted_run_to_its_end(
-    valkey_url: str, run_name: str, tmp_path: Path
+    valkey_url: str, run_name: str, tmp_path: Path, restarted: bool
 ) -> None:
     settings = settings_of(valkey_url, run_name, rows_file(tmp_path, 40))
-    async with producing(settings) as it, Trainer(valkey_url, run_name) as trainer:
-        await trainer.until_done()
-        await trainer.queue.call(calls.abort_run("enough"))
-        await asyncio.wait_for(it.task, 5)
+    async with Trainer(valkey_url, run_name) as trainer:
+        async with producing(settings) as it:
+            await trainer.until_done()
+            if restarted:
+                await it.kill()
+            await trainer.queue.call(calls.abort_run("enough"))
+            if not restarted:
+                await asyncio.wait_for(it.task, 5)
+        if restarted:
+            async with producing(settings) as it:
+                await asyncio.wait_for(it.task, 5)
         info = await trainer.queue.info()
         assert info is not None
         assert info.state == "ended"
         assert await trainer.count("dropped:run_aborted") == 40
         await trainer.check_accounts()
         with pytest.raises(RunMismatch, match="has ended"):
-            check_startable(await it.gate.open(), run_name)
+            check_startable(info.state, run_name)
 
 
 async def test_gate_says_why_a_run_failed(valkey_url: str, run_name: str, tmp_path: Path) -> None:
