@@ -7,6 +7,7 @@ Never creates a run: producers do. Invariant: every wait here is bounded, and sa
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ REFUSALS = (redis_errors.AuthenticationError, redis_errors.NoPermissionError)
 """What waiting does not heal (the first is a ConnectionError for redis-py)."""
 POLL_S = 0.25
 MAX_RUNS = 1000
+_QUERY_SECRET = re.compile(r"(?i)((?:^|&)(?:password|token|secret)=)[^&]*")
 
 
 def list_runs(client: redis.Redis) -> list[str]:
@@ -49,12 +51,19 @@ def list_runs(client: redis.Redis) -> list[str]:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without its password, for messages."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    """Return a URL without its secrets, for messages."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "***"
+    netloc = parts.netloc
+    if "@" in netloc:
+        user, _, host = netloc.rpartition("@")
+        name, colon, _ = user.partition(":")
+        # A name without a password may itself be the secret (redis://secret@host).
+        netloc = f"{name}:***@{host}" if colon else f"***@{host}"
+    query = _QUERY_SECRET.sub(r"\1***", parts.query)
+    return urlunsplit(parts._replace(netloc=netloc, query=query))
 
 
 class Interrupted(Exception):

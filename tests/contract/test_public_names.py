@@ -20,15 +20,9 @@ WireTooNew __version__
 
 THIRD_PARTY_OF_THE_CLIENT = {"redis", "hiredis", "msgpack", "numpy", "rollstream"}
 """Everything a trainer's process gets by the client library, beside the standard library."""
-REDIS_OWN = {
-    "cython_runtime",
-    "jwt",
-    "_cffi_backend",
-    "cryptography",
-    "OpenSSL",
-    "requests",
-    "async_timeout",
-}
+REDIS_OWN = set(
+    "cython_runtime jwt _cffi_backend cryptography OpenSSL requests async_timeout".split()
+)
 """What redis-py and the compiled packages import by themselves where it is installed."""
 
 IMPORT_ALL = """

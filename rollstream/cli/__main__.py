@@ -1,0 +1,114 @@
+"""The arguments of `rollstream`, and which command they call.
+
+Owns the parser and the translation of errors into exit codes. Never imports a command before it
+is called: `--help` answers at once, and `worker` brings its own world.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rollstream import __version__
+from rollstream.cli.exits import EXPLAINED, INTERRUPTED, USAGE, CommandError
+
+APPS = ("worker", "producer")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments behind the program's name; None is the process's own.
+
+    Returns:
+        The exit code.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(given)
+    except CommandError as error:
+        sys.stderr.write(f"rollstream: error: {error}\n")
+        return error.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; Python would complain once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    if argv and argv[0] in APPS:
+        from rollstream.cli.apps import run_app
+
+        return run_app(argv[0], argv[1:])
+    if argv[:1] == ["config"]:
+        from rollstream.cli.config import run_config
+
+        return run_config(argv[1:])
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return USAGE
+    from rollstream.cli.inspect import COMMANDS
+
+    return COMMANDS[args.command](args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of every command that is not an app."""
+    parser = argparse.ArgumentParser(
+        prog="rollstream",
+        description="Look at runs, and start the parts of one.",
+        epilog=EXPLAINED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rollstream {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    server, run = _server_options(), _run_options()
+
+    audit = commands.add_parser(
+        "audit", parents=[server, run], help="prove that enqueued = acked + dropped + live"
+    )
+    audit.add_argument(
+        "--deep",
+        action="store_true",
+        help="also that every member and every entry is in exactly one place (reads all groups)",
+    )
+    commands.add_parser("stats", parents=[server, run], help="where the groups of a run are")
+    commands.add_parser("runs", parents=[server], help="the runs on a server")
+    for app in APPS:
+        commands.add_parser(app, add_help=False, help=f"start a {app}: rollstream {app} --help")
+    commands.add_parser("config", add_help=False, help="config show: every effective value")
+    return parser
+
+
+def _server_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument(
+        "--redis",
+        metavar="URL",
+        help="redis://, rediss:// or unix:// (else ROLLSTREAM_REDIS__URL, else this machine)",
+    )
+    options.add_argument("--ca", metavar="FILE", help="CA certificate for rediss://")
+    options.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    options.add_argument(
+        "--timeout-s", type=float, default=5.0, help="longest wait for Redis (default 5)"
+    )
+    return options
+
+
+def _run_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument(
+        "--run", metavar="NAME", help="else ROLLSTREAM_RUN__NAME, else the only run there is"
+    )
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Exit codes of the command line, and the error that carries one."""
+
+from __future__ import annotations
+
+OK = 0
+PROBLEM = 1
+"""The audit found something; or an unexpected error."""
+USAGE = 2
+"""Wrong arguments or configuration; nothing was done."""
+UNREACHABLE = 3
+"""Redis cannot be reached, or there is no such run."""
+INTERRUPTED = 130
+
+EXPLAINED = """exit codes:
+  0  it did what it was asked to do
+  1  the audit found a problem, or something unexpected happened
+  2  wrong arguments or configuration; nothing was done
+  3  Redis cannot be reached, or there is no such run
+  130  interrupted
+`worker` and `producer` have their own: rollstream worker --help"""
+
+
+class CommandError(Exception):
+    """Ends a command with one line for people.
+
+    Attributes:
+        code: the exit code.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
