@@ -215,7 +215,9 @@ class Sample:
     @property
     def effective_response_length(self) -> int:
         """How many response tokens the trainer may take a loss on."""
-        return self.response_length if self.loss_mask is None else int(self.loss_mask.sum())
+        if self.loss_mask is None:
+            return self.response_length
+        return int(np.count_nonzero(self.loss_mask))
 
     def sampled_mask(self) -> LossMask:
         """Return which response positions a call covers.
@@ -262,22 +264,27 @@ class Sample:
             self._validate_provenance(num_tokens)
 
     def _validate_provenance(self, num_tokens: int) -> None:
-        behind = self.prompt_length
+        offset = behind = self.prompt_length
         for call in self.calls:
             if call.start < behind or call.end < call.start or call.end > num_tokens:
                 raise self._broken(
                     f"call {call.rid} spans {call.start}..{call.end}, but the last one ended at "
                     f"{behind} and there are {num_tokens} tokens"
                 )
+            self._check_unsampled(behind - offset, call.start - offset)
             behind = call.end
-        unsampled = self.sampled_mask() == 0
-        if self.loss_mask is not None and bool(self.loss_mask[unsampled].any()):
+        self._check_unsampled(behind - offset, self.response_length)
+        if self.rollout_log_probs is not None and not _all_finite(self.rollout_log_probs):
+            raise self._broken("rollout_log_probs is not finite")
+
+    def _check_unsampled(self, start: int, end: int) -> None:
+        """Check a stretch of the response that no call covers."""
+        if start == end:
+            return
+        if self.loss_mask is not None and bool(self.loss_mask[start:end].any()):
             raise self._broken("loss_mask is set where no call sampled")
-        if self.rollout_log_probs is not None:
-            if bool(self.rollout_log_probs[unsampled].any()):
-                raise self._broken("rollout_log_probs is not 0.0 where no call sampled")
-            if not bool(np.isfinite(self.rollout_log_probs).all()):
-                raise self._broken("rollout_log_probs is not finite")
+        if self.rollout_log_probs is not None and bool(self.rollout_log_probs[start:end].any()):
+            raise self._broken("rollout_log_probs is not 0.0 where no call sampled")
 
     def _broken(self, what: str) -> ContractError:
         return ContractError(f"sample {self.group_index}:{self.member}: {what}")
@@ -316,6 +323,12 @@ class Sample:
         known["spans"] = [Span(**span) for span in known.get("spans", ())]
         extra = {k: v for k, v in data.items() if k not in _SAMPLE_FIELD_SET}
         return cls(**known, extra=extra)
+
+
+def _all_finite(values: LogProbs) -> bool:
+    # A sum of squares is finite only where every value is, and BLAS is the quickest look; a sum
+    # that overflows says nothing.
+    return bool(np.isfinite(np.dot(values, values))) or bool(np.isfinite(values).all())
 
 
 def _slots_dict(record: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ compressed and read by people and by trainers that ask for it.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -235,31 +236,37 @@ def decode_text(data: bytes) -> list[str]:
 
 def _sample_record(sample: Sample) -> dict[str, Any]:
     record: dict[str, Any] = {}
-    for name in _BODY_FIELDS:
-        value = getattr(sample, name)
-        codec = _CODECS.get(name)
-        if codec is not None:
-            if value is not None:
-                record[name] = codec[0](value)
-        elif value != getattr(_DEFAULTS, name):
-            record[name] = value
+    for (name, default, encode, always), value in zip(_PLAN, _body_values(sample), strict=True):
+        if encode is None:
+            if value is not default and value != default:
+                record[name] = value
+        elif value is not None and (always or value != default):
+            record[name] = encode(value)
     if sample.extra:
         record["extra"] = sample.extra
     return record
 
 
 def _decode_sample(record: dict[str, Any], group: PromptGroup) -> Sample:
-    sample = Sample(group_index=group.group_index, prompt=group.prompt, label=group.label)
+    known: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     for name, value in record.items():
         codec = _CODECS.get(name)
         if codec is not None:
-            setattr(sample, name, codec[1](value))
-        elif name == "extra":
-            sample.extra.update(value)
+            known[name] = codec[1](value)
         elif name in _BODY_FIELD_SET:
-            setattr(sample, name, value)
+            known[name] = value
+        elif name == "extra":
+            extra.update(value)
         else:
-            sample.extra[name] = value
+            extra[name] = value
+    sample = Sample(
+        group_index=group.group_index,
+        prompt=group.prompt,
+        label=group.label,
+        extra=extra,
+        **known,
+    )
     _check_fit(sample)
     return sample
 
@@ -344,6 +351,18 @@ _CODECS: dict[str, _Codec] = {
     "stop_reason": (lambda reason: reason.value, StopReason),
 }
 """Fields that are not plain MessagePack values: (to the wire, from the wire)."""
+
+
+def _plan_of(name: str) -> tuple[str, Any, Callable[[Any], Any] | None, bool]:
+    default, codec = getattr(_DEFAULTS, name), _CODECS.get(name)
+    # Arrays have no truth value to compare by, and None is told apart before.
+    always = default is None or name in ARRAY_DTYPES
+    return name, default, None if codec is None else codec[0], always
+
+
+_PLAN = tuple(_plan_of(name) for name in _BODY_FIELDS)
+"""How each body field is written: (name, default that is left out, codec, whether always)."""
+_body_values = operator.attrgetter(*_BODY_FIELDS)
 
 
 # --- framing -------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import structlog
 
@@ -26,6 +26,7 @@ from rollstream.errors import (
 from rollstream.group import Trajectory
 from rollstream.sample import Sample
 
+from .functions import describe
 from .groups import GroupBook, new_sample
 from .sampling import call_seed
 from .telemetry.spans import timed
@@ -138,23 +139,35 @@ def _is_refusal(fault: RolloutFault) -> bool:
     return isinstance(fault, EngineFault) and not fault.retryable
 
 
-@contextmanager
-def boundary(kind: type[RolloutFault]) -> Iterator[None]:
+class boundary:  # noqa: N801 - it reads as a statement: `with boundary(AgentFault):`
     """Attribute what the block raises to one boundary; a fault that has one already keeps it.
 
     A CancelledError that nobody sent to this task leaked out of user code (it awaited something
     that was cancelled) and is data like any other exception; our own goes through. SystemExit
     would end the worker, so it is data too.
     """
-    try:
-        yield
-    except RolloutFault:
-        raise
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise kind("a CancelledError leaked out of the function") from None
-    except (Exception, SystemExit) as error:
-        log.debug("fault", boundary=kind.__name__, exc_info=error)
-        raise kind(f"{type(error).__name__}: {error}") from error
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: type[RolloutFault]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or isinstance(error, RolloutFault):
+            return
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                return
+            raise self._kind("a CancelledError leaked out of the function") from None
+        if isinstance(error, (Exception, SystemExit)):
+            log.debug("fault", boundary=self._kind.__name__, exc_info=error)
+            raise self._kind(describe(error)) from error

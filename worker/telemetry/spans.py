@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from rollstream.sample import Span
 
@@ -64,16 +63,26 @@ class NoSpans:
         return []
 
 
-@contextmanager
-def timed(recorder: SpanRecorder, name: str, turn: int = -1) -> Iterator[None]:
+class timed:  # noqa: N801 - it reads as a statement: `with timed(spans, "tool"):`
     """Record how long the block took, and whether it ended well, broke or was cancelled."""
-    wall, start = time.time(), time.monotonic()
-    outcome = "error"
-    try:
-        yield
+
+    __slots__ = ("_name", "_recorder", "_start", "_turn", "_wall")
+
+    def __init__(self, recorder: SpanRecorder, name: str, turn: int = -1) -> None:
+        self._recorder, self._name, self._turn = recorder, name, turn
+
+    def __enter__(self) -> None:
+        self._wall, self._start = time.time(), time.monotonic()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         outcome = "ok"
-    except (asyncio.CancelledError, GeneratorExit):
-        outcome = "cancelled"
-        raise
-    finally:
-        recorder.record(name, turn, wall, time.monotonic() - start, outcome)
+        if kind is not None:
+            cancelled = issubclass(kind, (asyncio.CancelledError, GeneratorExit))
+            outcome = "cancelled" if cancelled else "error"
+        seconds = time.monotonic() - self._start
+        self._recorder.record(self._name, self._turn, self._wall, seconds, outcome)
