@@ -328,7 +328,9 @@ class Sample:
 def _all_finite(values: LogProbs) -> bool:
     # A sum of squares is finite only where every value is, and BLAS is the quickest look; a sum
     # that overflows says nothing.
-    return bool(np.isfinite(np.dot(values, values))) or bool(np.isfinite(values).all())
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.dot(values, values)
+    return bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
 
 
 def _slots_dict(record: Any) -> dict[str, Any]:
