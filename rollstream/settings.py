@@ -273,8 +273,6 @@ class DebugTable(Table):
 
     messages: bool = False
     """Keep the messages of every sample in its metadata."""
-    dump_dir: Path | None = None
-    """Finished samples are kept here as JSON lines."""
     wire_dir: Path | None = None
     """Every engine request and reply is kept here byte for byte, for the auditor."""
 

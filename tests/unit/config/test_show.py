@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from rollstream import config_help
 from rollstream.config import Loaded, load_settings, mask, run_app, show
 from rollstream.config_keys import all_keys
 from rollstream.errors import ConfigError, RunFailed, RunMismatch
+from rollstream.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = "hunter2"
@@ -77,7 +80,20 @@ def test_configuration_page_says_what_the_settings_are() -> None:
     assert config_help.page(written.partition(config_help.MARK)[0]) == written
 
 
-@pytest.mark.parametrize("module", ["producer"])
+def test_every_key_is_read_by_something() -> None:
+    own = {"config.py", "config_keys.py", "config_help.py", "settings.py"}
+    sources = [
+        path.read_text(encoding="utf-8")
+        for room in ("rollstream", "worker", "producer")
+        for path in (ROOT / room).rglob("*.py")
+        if path.name not in own
+    ]
+    methods = inspect.getsource(Settings.envs) + inspect.getsource(Settings.redis_url)
+    read = set(re.findall(r"\.([a-z_]+)\b", "\n".join([*sources, methods])))
+    assert [".".join(key) for key in all_keys() if key[-1] not in read] == []
+
+
+@pytest.mark.parametrize("module", ["producer", "worker"])
 def test_help_answers_without_importing_what_is_heavy(module: str) -> None:
     code = (
         f"import sys, runpy; sys.argv = ['{module}', '--help']\n"
