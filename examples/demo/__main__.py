@@ -24,7 +24,7 @@ def main() -> int:
         print(f"demo: there is no {options.tokenizer}; run {wanted}", file=sys.stderr)
         return EXIT_WRONG
     # Behind the command line: --help and a wrong option answer at once.
-    from examples.demo.run import Demo
+    from examples.demo.run import Demo, DemoFailed
     from examples.demo.show import Show
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -36,6 +36,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("demo: stopped; every process that it started was ended", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except DemoFailed as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return EXIT_WRONG
     text = for_people(outcome.summary, outcome.facts, outcome.wrong)
     print(text, file=sys.stderr if options.json else sys.stdout)
     if options.json:

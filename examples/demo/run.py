@@ -60,7 +60,11 @@ class Demo:
     kills: int = 0
 
     def run(self) -> Outcome:
-        """Run it to its end, whatever that is."""
+        """Run it to its end, whatever that is.
+
+        Raises:
+            DemoFailed: it could not even begin.
+        """
         folder = new_folder(self.run_name)
         with redis_url() as url:
             cast = assemble(self.options, redis_url=url, run=self.run_name, folder=folder)
@@ -100,7 +104,10 @@ class Demo:
         options = self.options
         if not options.simulated:
             return Auditor(Recorded(folder / "wire"))
-        evidence: Evidence = Recomputed(options.tokenizer, options.source)
+        try:
+            evidence: Evidence = Recomputed(options.tokenizer, options.source)
+        except Exception as error:  # noqa: BLE001 - tokenizers raises nothing more special
+            raise DemoFailed(f"--tokenizer {options.tokenizer}: {error}") from None
         num = options.num_groups
         return Auditor(evidence, questions_of(DATASET, num, options.seed, num))
 
@@ -167,6 +174,8 @@ class Demo:
         self.broken += [f"rollstream audit: {problem}" for problem in account.problems]
         self.broken += auditor.findings
         tally = trainer.tally
+        if tally.batches < self.options.batches:
+            self.broken += why_dropped(queue)
         summary = Summary(
             groups_acked=account.acked,
             groups_dropped=drops(counters),
@@ -210,6 +219,16 @@ def drops(counters: dict[str, int]) -> dict[str, int]:
         for name, count in sorted(counters.items())
         if name.startswith("dropped:")
     }
+
+
+def why_dropped(queue: BlockingQueue) -> list[str]:
+    """Return what the members of the last group that was cut short failed for."""
+    for drop in queue.past(100):
+        errors = [f"{reason}: {text}" for reason, text in filter(None, drop["errors"])]
+        if errors:
+            group, reason = drop["group_index"], drop["reason"]
+            return [f"group {group}, like others, was dropped as {reason}: {errors[0]}"]
+    return []
 
 
 def lost_groups(queue: BlockingQueue, enqueued: int, trained: list[int]) -> set[int]:

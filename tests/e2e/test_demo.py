@@ -140,6 +140,14 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
+def command_of(pid: int) -> str:
+    """Return the command line of a process, empty where it is gone."""
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
 def is_running(pid: int) -> bool:
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -147,13 +155,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
-)
-def test_demo_leaves_no_process_behind_however_it_ends(
-    number: signal.Signals, code: int, vocabulary: Path
-) -> None:
+@pytest.fixture
+def running(vocabulary: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo whose processes have all been started."""
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.demo"],
         cwd=ROOT,
@@ -166,24 +170,65 @@ def test_demo_leaves_no_process_behind_however_it_ends(
     )
     limit = time.monotonic() + 60
     # Server, sim, producer, verifier, two workers.
-    while len(started := children_of(process.pid)) < 6:
+    while len(children_of(process.pid)) < 6:
         assert time.monotonic() < limit, "the demo did not start its processes"
         assert process.poll() is None
         time.sleep(0.1)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == code
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
+)
+def test_demo_leaves_no_process_behind_however_it_ends(
+    running: subprocess.Popen[str], number: signal.Signals, code: int
+) -> None:
+    started = children_of(running.pid)
+    running.send_signal(number)
+    _, stderr = running.communicate(timeout=30)
+    assert running.returncode == code
+    limit = time.monotonic() + 30
     while any(is_running(pid) for pid in started):
-        assert time.monotonic() < limit + 30, "a process outlived the demo"
+        assert time.monotonic() < limit, "a process outlived the demo"
         time.sleep(0.1)
     assert "Traceback" not in stderr
 
 
 @pytest.mark.slow
-def test_demo_tells_which_process_broke_and_what_it_said(vocabulary: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"), [("worker.engines.sim", "sim"), ("worker.rewards.verifier", "verifier")]
+)
+def test_demo_tells_which_process_broke_and_where_its_log_is(module: str, name: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "examples.demo", "--json"],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,
+    )
+    limit = time.monotonic() + 60
+    while not (found := [p for p in children_of(process.pid) if module in command_of(p)]):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    os.kill(found[0], signal.SIGKILL)
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert f"{name} ended with exit code -9" in stderr
+    assert f"{name}.log" in stderr
+    assert len(stdout.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_demo_with_a_wrong_tokenizer_says_so(tmp_path: Path) -> None:
     wrong = tmp_path / "tokenizer.json"
     wrong.write_text("{}")
     done = demo("--json", "--tokenizer", str(wrong))
     assert done.returncode == 1
-    assert "sim ended with exit code 2" in done.stderr
-    assert str(wrong) in done.stderr
+    assert f"--tokenizer {wrong}" in done.stderr
+    assert "Traceback" not in done.stderr
