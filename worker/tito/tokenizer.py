@@ -16,6 +16,7 @@ Long texts release the GIL, so that they can run in a thread beside the event lo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ class Tokenizer:
     def __init__(
         self, inner: tokenizers.Tokenizer, name: str, scaffold: Iterable[str] = ()
     ) -> None:
+        # One text at a time: a pool of threads would only add hops, and as many threads as cores.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Special tokens in any text are encoded as the characters they are. The ids of control
         # tokens come from `convert_tokens_to_ids`, where only a template can ask for them.
         inner.encode_special_tokens = True

@@ -295,12 +295,16 @@ def test_parse_never_raises_for_any_ids(ids: list[int], qwen: RenderersBackend) 
 
 # --- imports -------------------------------------------------------------------------------------
 _PROBE = """
-import sys
+import pathlib, sys
 {first}
 from worker.tito.load import load_renderer
+def threads():
+    return len(list(pathlib.Path("/proc/self/task").glob("*")))  # 0 where there is no /proc
+before = threads()
 renderer = load_renderer({path!r}, "qwen3")
 print([n for n in ("openai", "transformers", "jinja2", "httpx") if n in sys.modules])
 print(renderer.render([{{"role": "user", "content": "What is 1+7?"}}], None).tolist())
+print(threads() - before)
 {last}
 """
 
@@ -313,18 +317,18 @@ def _probe(path: Path, *, first: str = "", last: str = "") -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_loading_imports_neither_openai_nor_transformers(vocabulary: Path) -> None:
-    loaded, ids = _probe(vocabulary)
+def test_loading_imports_neither_openai_nor_transformers_and_starts_no_thread(
+    vocabulary: Path,
+) -> None:
+    last = "import renderers; print(renderers.Qwen3Renderer is type(renderer._inner))"
+    loaded, ids, threads, same = _probe(vocabulary, last=last)
     assert loaded == "[]"
     assert ids == str(PROMPTS[0]["ids"])
+    assert threads == "0"
+    assert same == "True"  # whoever imports the package later gets it whole, with the same classes
 
 
 def test_loading_equals_the_plain_import_of_the_package(vocabulary: Path) -> None:
-    loaded, ids = _probe(vocabulary, first="import renderers; assert renderers.Qwen3Renderer")
+    loaded, ids, _ = _probe(vocabulary, first="import renderers; assert renderers.Qwen3Renderer")
     assert "openai" in loaded
     assert ids == str(PROMPTS[0]["ids"])
-
-
-def test_package_imports_whole_after_its_part_was_loaded(vocabulary: Path) -> None:
-    last = "import renderers; print(renderers.Qwen3Renderer is type(renderer._inner))"
-    assert _probe(vocabulary, last=last)[-1] == "True"
