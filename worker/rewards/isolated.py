@@ -87,8 +87,9 @@ class Isolated:
         self._waiting[token] = future
         self._wanted.set()
         try:
-            async with asyncio.timeout(2 * self._timeout_s + _SOCKET_TIMEOUT_S):
-                await asyncio.to_thread(self._enqueue, name, token, answer, label)
+            # Bounded by the socket's own timeouts.
+            await asyncio.to_thread(self._enqueue, name, token, answer, label)
+            async with asyncio.timeout(2 * self._timeout_s):
                 answered = await future
         except TimeoutError:
             raise RewardFault(

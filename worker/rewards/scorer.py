@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -178,7 +177,7 @@ class RewardScorer:
             return functools.partial(self._ask, kind)
         if not is_path(kind):
             raise unknown_name(kind, "reward", list(BUILT_IN))
-        return functools.partial(self._call, resolve(kind, "reward", num_args=1), kind)
+        return functools.partial(self._own, resolve(kind, "reward", num_args=1), kind)
 
     async def _math(self, sample: Sample) -> float:
         return score_math(sample, final_text(sample, self._renderer))
@@ -198,9 +197,13 @@ class RewardScorer:
         answer = answer_of(final_text(sample, self._renderer))
         return await self._isolated.judge(judge, answer, label_text(sample))
 
+    async def _own(self, function: Callable[[Sample], Any], name: str, sample: Sample) -> Any:
+        """Call a user's function, which finds the final text in the metadata."""
+        sample.metadata["final_text"] = final_text(sample, self._renderer)
+        return await self._call(function, name, sample)
+
     async def _call(self, function: Callable[[Sample], Any], name: str, sample: Sample) -> Any:
-        """Call a user's function under the deadline, with the final text in the metadata."""
-        sample.metadata.setdefault("final_text", final_text(sample, self._renderer))
+        """Call a function under the deadline of a verdict."""
         timeout_s = self._table.timeout_s
         try:
             return await run_bounded(function, sample, timeout_s=timeout_s)
@@ -268,8 +271,3 @@ def _plain(value: Any, name: str) -> Any:
         "stored; use numbers and text",
         detail="invalid",
     )
-
-
-def is_number(reward: Reward) -> bool:
-    """Return whether a reward is a finite number."""
-    return isinstance(reward, int | float) and math.isfinite(reward)

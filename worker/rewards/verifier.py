@@ -114,6 +114,7 @@ class Verifier(Worker):  # type: ignore[misc]  # rq has no types
     swallow, and kills from outside only a minute later.
     """
 
+    max_connection_wait_time = _MAX_BACKOFF_S
     stopping = False
     """Somebody asked this process to end (it also leaves its loop when Redis goes away)."""
 
@@ -210,6 +211,7 @@ def serve(loaded: Loaded) -> int:
             _worker(connection).work(logging_level="WARNING")
         except redis.RedisError as error:
             log.warning("redis_away", error=str(error))
+        signal.signal(signal.SIGTERM, _end)  # the worker that just ended left its own
         wait_s = 0.1 if time.monotonic() - started > _MAX_BACKOFF_S else wait_s
         if not Verifier.stopping:
             time.sleep(wait_s)
