@@ -8,6 +8,7 @@ allows; whatever has not is a `BadRow` that says where and why.
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class RowRules:
     """{our name: the file's name}."""
     allow_off_distribution: bool = False
     timeout_s: float = 0.0
+    clock: Callable[[], float] = time.time
+    """Unix seconds."""
 
     def __post_init__(self) -> None:
         """Refuse renamed columns that do not exist.
@@ -64,6 +67,9 @@ class RowRules:
             sampling=reader.sampling(),
             env=env,
             timeout_s=self.timeout_s,
+            # What the worker's span `queue_wait` begins with; a group that was enqueued before
+            # keeps the record it has.
+            enqueued_unix_s=self.clock(),
         )
         try:
             return group, encode_prompt(group)

@@ -1,7 +1,8 @@
 """What is to be done for one group index: enqueue its prompt, or skip it.
 
 Owns the way from an index to a call: order, source, rows, the limit on tokens. Never talks to
-Redis. Invariant: a pure function of the index, so repeating it after a crash gives the same call.
+Redis. Invariant: a pure function of the index (but for the time it carries), so repeating it after
+a crash gives the same call.
 """
 
 from __future__ import annotations

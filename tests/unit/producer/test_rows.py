@@ -17,7 +17,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 def rules(**fields: Any) -> RowRules:
     known: dict[str, Any] = {"samples_per_prompt": {"default": 8}, "keys": {}}
-    return RowRules(**(known | fields))
+    return RowRules(**({"clock": lambda: 0.0} | known | fields))
 
 
 def group_of(values: dict[str, Any], group_index: int = 3, **fields: Any) -> PromptGroup:
