@@ -179,7 +179,7 @@ class Gate:
             if self._room == 0:
                 return
         most = 1 if self._doubt else min(BATCH, BATCH if self._room is None else self._room)
-        # In a thread: a procedural source may take long for a row, and leases want sweeps meanwhile.
+        # In a thread: a procedural source may take long for a row, and leases want sweeps then.
         ids, offers = await asyncio.to_thread(self._offers, scan, most)
         if not ids:
             return

@@ -14,7 +14,7 @@ from producer.app import check_startable
 from producer.sources import BadRow
 from rollstream.errors import RunFailed, RunMismatch
 from rollstream.queue import calls
-from rollstream.wire import decode_envs, decode_prompt
+from rollstream.wire import decode_prompt
 
 from .scene import Trainer, producing, rows_file, settings_of, until
 
@@ -147,8 +147,7 @@ async def test_gate_opens_the_run_with_its_budgets_and_environments(
         assert (info.lease_s, info.capacity, info.window) == (2.0, 9000, 72_000)
         assert (info.max_attempts, info.max_crashes, info.max_stale) == (5, 4, 2)
         assert info.max_body_bytes == 4096
-        raw = await trainer.queue.client.hget(f"{trainer.queue.prefix}m", "envs")
-        rules = decode_envs(raw)
+        rules = info.envs
         assert (rules["math"].reward_key, rules["math"].needs_reward) == ("score", True)
         assert (rules["plain"].reward_key, rules["plain"].needs_reward) == (None, False)
 
