@@ -144,7 +144,7 @@ class RewardScorer:
         """
         leaves = trajectory if isinstance(trajectory, list) else [trajectory]
         reward = next((leaf.reward for leaf in leaves if leaf.reward is not None), None)
-        if reward is None and self._judge is not None and any(leaf.calls for leaf in leaves):
+        if reward is None and self._judge is not None and any(leaf.num_sampled for leaf in leaves):
             reward = await self._verdict(leaves[-1])
         for leaf in leaves:
             if leaf.reward is None:

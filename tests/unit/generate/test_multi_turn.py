@@ -370,3 +370,21 @@ async def test_the_members_own_metadata_is_filled_and_the_given_one_left_alone(
         "get_year",
         "get_temperature",
     ]
+
+
+@pytest.mark.parametrize("finish", ["stop", "abort"])
+async def test_an_empty_reply_is_a_call_of_no_tokens(finish: str, qwen3: Any) -> None:
+    stage = given(InProcess([Says([], finish)]), qwen3)
+    sample = (await multi_turn(stage)).samples
+    assert isinstance(sample, Sample)
+    assert (sample.response_length, len(sample.calls)) == (0, 1)
+    assert sample.rollout_log_probs is not None
+    assert sample.rollout_log_probs.tolist() == []
+    assert sample.status is (Status.COMPLETED if finish == "stop" else Status.ABORTED)
+
+
+async def test_a_reply_of_the_end_token_alone_is_complete(qwen3: Any) -> None:
+    sample = (await multi_turn(given(InProcess([says(qwen3, END)]), qwen3))).samples
+    assert isinstance(sample, Sample)
+    assert sample.loss_mask is not None
+    assert (sample.loss_mask.tolist(), sample.status) == ([1], Status.COMPLETED)
