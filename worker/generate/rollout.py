@@ -17,14 +17,13 @@ from typing import Any
 from rollstream.errors import STATUS_OF, EngineFault, Status, StopReason
 from rollstream.sample import Message, Sample
 
+from ..engines.faults import Detail
 from ..offload import decode
 from ..telemetry.spans import timed
 from ..tito.trajectory import Trajectory
 from ..types import Completion, Finish, GenerateInput, GenerateOutput
 from .budget import Room, effective, room_left
 
-CONTEXT_OVERFLOW = "context_overflow"
-"""The detail of an `EngineFault` that says that the request exceeded the engine's own context."""
 _FRESH = (Status.PENDING, Status.ABORTED)
 
 
@@ -114,7 +113,7 @@ class LinearRollout:
                     salt=self._salt,
                 )
         except EngineFault as fault:
-            if fault.detail == CONTEXT_OVERFLOW:  # its context is smaller than ours says
+            if fault.detail == Detail.CONTEXT_OVERFLOW:  # its context is smaller than ours says
                 return Reply(None, self._no_room(StopReason.CONTEXT_LENGTH))
             raise
         self.trajectory.add_completion(
@@ -124,8 +123,7 @@ class LinearRollout:
             current_version=given.version(),
         )
         ended = self._ended_by(completion, room)
-        if completion.finish is not Finish.ABORT:
-            self.turn += 1
+        self.turn += 1
         return Reply(completion, ended)
 
     def _no_room(self, bound: StopReason) -> StopReason:

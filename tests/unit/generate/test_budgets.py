@@ -5,6 +5,7 @@ Over the toy vocabulary, so that every length is spelled out: P0 10 ids, A1 3, O
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -193,6 +194,30 @@ async def _with_fault(fault: EngineFault) -> tuple[Sample, InProcess]:
     sample = (await multi_turn(stage)).samples
     assert isinstance(sample, Sample)
     return sample, engine
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "This endpoint's maximum context length is 64 tokens",
+        "Input length (70) exceeds model's maximum context length (64)",
+        "max_tokens must be at least 1",
+    ],
+)
+async def test_every_wording_of_an_overflow_truncates(message: str) -> None:
+    body = json.dumps({"error": {"message": message}}).encode()
+    async with engine_of("http", (400, body)) as engine:
+        output = await multi_turn(given(engine, toy_renderer(), HI))
+    assert isinstance(output.samples, Sample)
+    assert output.samples.status is Status.TRUNCATED
+
+
+async def test_another_refusal_is_an_error_and_not_a_truncation() -> None:
+    async with engine_of("http", (400, b'{"error": "Unexpected message role"}')) as engine:
+        with pytest.raises(EngineFault, match="Unexpected message role") as caught:
+            await multi_turn(given(engine, toy_renderer(), HI))
+    assert not caught.value.retryable
+    assert len(engine.asked) == 1
 
 
 def test_room_takes_the_least_and_names_the_widest_of_equals() -> None:
