@@ -23,10 +23,14 @@ OUTAGE = (
     redis_errors.TimeoutError,
     redis_errors.ReadOnlyError,
     redis_errors.OutOfMemoryError,
+    redis_errors.MasterDownError,
+    redis_errors.ClusterDownError,
     OSError,
 )
 """Errors that pass by themselves: a restart, a failover, full memory. `ConnectionError` of redis
 includes a server that loads its data; `OSError` includes `TimeoutError`."""
+_NO_GROUP = "NOGROUP"
+"""How a read of a stream begins to fail when Redis was emptied; the producer opens it anew."""
 
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 1.0
@@ -35,7 +39,7 @@ LONGEST_WAIT_S = 1.0
 class Link:
     """What this process knows about whether Redis answers."""
 
-    def __init__(self, logger: str) -> None:
+    def __init__(self, logger: str = "rollstream") -> None:
         self.down_since_mono_s: float | None = None
         self.outages = 0
         """How many began; whoever keeps what Redis said compares it with what it was then."""
@@ -72,6 +76,10 @@ class Link:
                 answer = await ask()
             except OUTAGE as error:
                 await asyncio.sleep(self.failed(error))
+            except redis_errors.ResponseError as error:
+                if not str(error).startswith(_NO_GROUP):
+                    raise
+                await asyncio.sleep(LONGEST_WAIT_S)
             else:
                 self.worked()
                 return answer
