@@ -33,7 +33,6 @@ class Walk:
     out: list[Batch] = field(default_factory=list)
     checkpoints: list[tuple[dict[str, Any], set[int]]] = field(default_factory=list)
     snapshots: list[dict[bytes, bytes]] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
 
     def start(self) -> None:
         self.stream = self.connect()
@@ -69,7 +68,6 @@ class Walk:
         state, trained = self.rng.choice(self.checkpoints[-2:])
         old = self.stream
         self.stream, self.trained, self.out = self.connect(state=state), set(trained), []
-        self.seen.add("restart")
         old.close()
 
     def snapshot(self) -> None:
@@ -79,19 +77,17 @@ class Walk:
         if self.snapshots:
             del self.snapshots[self.rng.randrange(len(self.snapshots)) + 1 :]
             self.run.roll_back(self.snapshots[-1])
-            self.seen.add("rollback")
 
     def empty(self) -> None:
         """Redis lost everything, and a producer opened the run again."""
         self.run.roll_back({})
         self.run.open()
         self.snapshots.clear()
-        self.seen.add("emptied")
 
     def drain(self) -> None:
         while self.out:
             self.ack()
-        for _ in range(NUM_GROUPS):
+        for _ in range(5 * NUM_GROUPS):
             self.run.enqueue(*range(NUM_GROUPS), n=1)
             self.run.work()
             self.train()
@@ -106,7 +102,7 @@ class Walk:
             raise AssertionError(f"handed out after everything was trained: {batch.group_indexes}")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_trainer_trains_every_group_once_through_deaths_checkpoints_and_rollbacks(
     valkey_url: str, run_name: str, connect: Connect, seed: int
 ) -> None:
@@ -117,11 +113,13 @@ def test_trainer_trains_every_group_once_through_deaths_checkpoints_and_rollback
         steps = [walk.produce, walk.work, walk.train, walk.train, walk.ack, walk.ack, walk.save,
                  walk.snapshot, walk.die, walk.roll_back, walk.empty]  # fmt: skip
         weights = [6, 6, 5, 5, 5, 5, 3, 2, 1, 2, 0.4]
-        for step in rng.choices(steps, weights, k=120):
-            step()
+        for _ in range(4):
+            for step in rng.choices(steps, weights, k=25):
+                step()
+            rng.choice([walk.die, walk.snapshot])()
+        walk.roll_back()
         walk.drain()
         assert walk.trained == set(range(NUM_GROUPS))
-        assert {"restart", "rollback"} <= walk.seen
         frontier = walk.stream.state_dict()["frontier"]
         assert frontier == NUM_GROUPS
         assert run.queue.call(calls.audit(deep=True)).problems == []
