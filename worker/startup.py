@@ -149,6 +149,7 @@ def build_scorers(
                 incarnation=incarnation,
                 run_seed=settings.run.seed,
                 renderer=renderer,
+                ca=None if settings.redis.ca is None else str(settings.redis.ca),
             )
         except ConfigError as error:
             raise ConfigError(f"environment {name!r}: {error}") from None

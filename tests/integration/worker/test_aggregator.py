@@ -1,0 +1,186 @@
+"""The aggregator over a real server: take-over, broken filters, and how much it asks of Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rollstream.group import Drop, GroupView, Keep
+from worker.aggregate.aggregator import CONSUMER
+from worker.aggregate.loader import LoadedFilter
+
+from .parts import Parts, Run, a_run, wait_until
+
+
+@pytest.fixture
+async def run(valkey_url: str, run_name: str) -> AsyncIterator[Run]:
+    async with a_run(valkey_url, run_name) as opened:
+        yield opened
+
+
+async def full(run: Run, groups: int, n: int = 2, **options: Any) -> Parts:
+    """Return a worker that made `groups` full groups and judged none of them."""
+    for g in range(groups):
+        await run.enqueue(g, n)
+    parts = run.worker(slots=64, **options)
+    parts.start(aggregate=False)
+
+    async def all_full() -> bool:
+        return (await run.queue.depths())["full"] == groups
+
+    await wait_until(all_full, what="full groups")
+    return parts
+
+
+def a_filter(function: Any, needs: Any = "headers") -> LoadedFilter:
+    return LoadedFilter("mine.py:f", function, built_in=False, needs=needs)
+
+
+async def judge_all(parts: Parts, count: int = 32) -> None:
+    entries = await parts.queue.read_full(CONSUMER, count=count, block_s=0)
+    await parts.aggregator.judge_entries(entries)
+
+
+async def test_many_groups_cost_one_round_trip_for_headers_and_one_for_verdicts(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = await full(run, 25, filters=("no_aborted", "reward_nonzero_std"))
+    await judge_all(parts, count=1)  # the server knows the script from here on
+    entries = await run.queue.read_full(CONSUMER, count=32, block_s=0)
+    trips: list[int] = []
+    send = run.queue._send
+
+    async def counted(commands: Any, *rest: Any) -> Any:
+        trips.append(len(commands))
+        return await send(commands, *rest)
+
+    monkeypatch.setattr(run.queue, "_send", counted)
+    await parts.aggregator.judge_entries(entries)
+
+    assert trips == [24, 24]
+    assert (await run.queue.depths())["ready"] == 25
+
+
+async def test_an_entry_that_another_aggregator_left_is_taken_over_and_judged_once(
+    run: Run,
+) -> None:
+    parts = await full(run, 3, claim_idle_s=0.05)
+    # Another aggregator took them and died before it said anything.
+    assert len(await run.queue.read_full(CONSUMER, count=10, block_s=0)) == 3
+    await asyncio.sleep(0.06)
+    task = asyncio.create_task(parts.aggregator.run())
+
+    await run.ready(3)
+    task.cancel()
+    assert (await run.queue.depths())["full"] == 0
+    await run.audit()
+
+
+async def test_two_aggregators_that_judge_one_group_decide_once(run: Run) -> None:
+    parts = await full(run, 1)
+    (entry,) = await run.queue.read_full(CONSUMER, count=1, block_s=0)
+
+    await parts.aggregator.judge_entries([entry])
+    await parts.aggregator.judge_entries([entry])
+
+    assert (await run.queue.depths())["ready"] == 1
+    parts.metrics.flush()
+    kept = parts.metrics.groups_total.labels("default", "ready", "")
+    assert kept._value.get() == 1
+    await run.audit()
+
+
+async def test_a_filter_that_raises_is_tried_three_times_and_its_group_dropped(run: Run) -> None:
+    tried: list[int] = []
+
+    def breaks(group: GroupView) -> Keep:
+        tried.append(group.group_index)
+        if group.group_index == 1:
+            raise KeyError("nope")
+        return Keep()
+
+    parts = await full(run, 3, filters=(a_filter(breaks),))
+    await judge_all(parts)
+
+    assert tried == [0, 1, 1, 1, 2]
+    assert await run.drops() == {"filter_error": 1}
+    (drop,) = await run.queue.past()
+    assert "KeyError" in str(drop)
+    assert (await run.queue.depths())["ready"] == 2
+
+
+async def test_a_group_whose_judgement_kills_aggregators_is_dropped_at_its_fourth_delivery(
+    run: Run,
+) -> None:
+    parts = await full(run, 1, claim_idle_s=0.0)
+    await run.queue.read_full(CONSUMER, count=1, block_s=0)
+    for _ in range(2):
+        await run.queue.claim_full(CONSUMER, idle_s=0, count=1)
+
+    await parts.aggregator._take_over()
+
+    assert await run.drops() == {"filter_error": 1}
+
+
+async def test_a_broken_filter_fails_the_run_where_that_is_configured(run: Run) -> None:
+    def breaks(group: GroupView) -> Keep:
+        raise ZeroDivisionError("by zero")
+
+    parts = await full(run, 2, filters=(a_filter(breaks),), stop_on_filter_error=True)
+    await judge_all(parts)
+
+    info = await run.queue.info()
+    assert info is not None
+    assert info.state == "failed"
+    assert "filter_error: filter mine.py:f: ZeroDivisionError" in info.error
+
+
+async def test_a_filter_that_asks_for_bodies_gets_trajectories_and_the_rows_metadata(
+    run: Run,
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    async def looks(group: GroupView) -> Keep | Drop:
+        for member in group.members:
+            sample = member.trajectory
+            assert sample is not None
+            assert not isinstance(sample, list)
+            seen.append((member.member, sample.tokens.tolist(), group.metadata["level"]))
+        return Drop("seen enough")
+
+    await run.enqueue(0, 2, metadata={"level": 3})
+    run.worker(filters=(a_filter(looks, "bodies"),)).start()
+
+    await wait_until(run.drops)
+    assert seen == [(0, [1, 2, 3, 4, 5], 3), (1, [1, 2, 3, 4, 5], 3)]
+    assert await run.drops() == {"custom": 1}
+    (drop,) = await run.queue.past()
+    assert "seen enough" in str(drop)
+
+
+async def test_a_group_that_ended_meanwhile_only_loses_its_entry(run: Run) -> None:
+    parts = await full(run, 1)
+    entries = await run.queue.read_full(CONSUMER, count=1, block_s=0)
+    await run.queue.client.delete(f"{run.queue.prefix}g:0", f"{run.queue.prefix}b:0")
+
+    await parts.aggregator.judge_entries(entries)
+
+    assert (await run.queue.depths())["full"] == 0
+
+
+async def test_an_aggregator_outlives_an_emptied_redis(run: Run) -> None:
+    parts = await full(run, 1)
+    task = asyncio.create_task(parts.aggregator.run())
+    await run.ready(1)
+    for key in await run.queue.client.keys(f"{run.queue.prefix}*"):
+        await run.queue.client.delete(key)
+    await run.open()
+    await run.enqueue(5, 2)
+    parts.heart.nudge()
+
+    await run.ready(1)
+    assert not task.done()
+    task.cancel()

@@ -1,0 +1,177 @@
+"""The whole worker as processes: a real server, a real engine over HTTP, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.devserver import DevServer
+from rollstream.queue import calls
+
+from .parts import Run, a_run, wait_until
+from .processes import Sim, workers
+
+N = 4
+USER = [{"role": "user", "content": "What is 1+7?"}]
+Options = Callable[..., dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def sim(tmp_path_factory: pytest.TempPathFactory, vocabulary: Path) -> Iterator[Sim]:
+    engine = Sim(tmp_path_factory.mktemp("sim"), vocabulary)
+    engine.start()
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture
+def options(sim: Sim, vocabulary: Path, run_name: str) -> Options:
+    def given(url: str, **changes: str) -> dict[str, str]:
+        known = {
+            "redis.url": url,
+            "run.name": run_name,
+            "model.tokenizer": str(vocabulary),
+            "engine.urls": sim.url,
+            "engine.probe_interval_s": "0.1",
+            "worker.generate": "single_turn",
+            "worker.drain_s": "0",
+            "aggregator.filters": "no_aborted",
+            "sampling.max_new_tokens": "32",
+        }
+        return known | {key.replace("__", "."): value for key, value in changes.items()}
+
+    return given
+
+
+@pytest.fixture
+async def run(valkey_url: str, run_name: str) -> AsyncIterator[Run]:
+    async with a_run(valkey_url, run_name, lease_ms=1_000) as opened:
+        yield opened
+
+
+async def enqueue(run: Run, groups: int) -> None:
+    for g in range(groups):
+        await run.enqueue(g, N, prompt=USER, label="8")
+
+
+async def leased(run: Run, members: int) -> None:
+    async def enough() -> bool:
+        return (await run.queue.depths())["l"] >= members
+
+    await wait_until(enough, what=f"{members} leases")
+
+
+async def all_ready(run: Run, groups: int) -> None:
+    await run.ready(groups)
+    assert await run.counter("completed") == groups * N
+    assert await run.drops() == {}
+    await run.audit()
+
+
+async def test_members_of_a_killed_worker_are_run_again_and_every_group_lands_once(
+    run: Run, options: Options, tmp_path: Path
+) -> None:
+    slots = {"worker__concurrency": "12"}
+    with workers(tmp_path, 2, options(run.url, **slots)) as (first, second):
+        await enqueue(run, 8)
+        await leased(run, 24)
+        first.process.kill()
+
+        await all_ready(run, 8)
+        assert await run.counter("crashes") > 0
+        assert second.get("/healthz")[0] == 200
+        status, text = second.get("/metrics")
+    assert status == 200
+    assert 'rollout_build_info{version="' in text
+    assert "rollout_concurrency_limit 12.0" in text
+
+
+async def test_sigterm_gives_back_what_runs_without_charging_it_and_says_goodbye(
+    run: Run, options: Options, tmp_path: Path
+) -> None:
+    with workers(tmp_path, 1, options(run.url)) as (one,):
+        await enqueue(run, 4)
+        await leased(run, 16)
+        one.process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(one.process.wait, 15)
+
+        assert code == 0, one.log.read_text()
+        assert await run.counter("given_back") == 16
+        assert await run.counter("attempts") == 0
+        assert await run.counter("crashes") == 0
+        depths = await run.queue.depths()
+        assert (depths["q"], depths["l"]) == (16, 0)
+        assert await run.queue.presence() == {"workers": 0, "producers": 0, "aggregators": 0}
+        await run.audit()
+
+
+async def test_a_worker_outlives_a_restart_of_redis_in_the_middle_of_its_samples(
+    run_name: str, options: Options, tmp_path: Path
+) -> None:
+    with DevServer("--appendfsync", "always", aof=True) as server:
+        async with a_run(server.url, run_name, lease_ms=2_000) as run:
+            with workers(tmp_path, 1, options(server.url)) as (one,):
+                await enqueue(run, 6)
+                await leased(run, 20)
+                server.kill()
+                await asyncio.sleep(0.3)
+                server.start()
+
+                await all_ready(run, 6)
+                assert one.process.poll() is None
+                said = [event["event"] for event in one.events()]
+    assert (said.count("redis_away"), said.count("redis_back")) == (1, 1)
+
+
+async def test_a_worker_charges_nobody_for_an_engine_that_is_away(
+    run: Run, options: Options, tmp_path: Path, vocabulary: Path
+) -> None:
+    own = Sim(tmp_path, vocabulary)
+    own.start()
+    settings = {
+        "engine__urls": own.url,
+        "engine__max_retries": "1",
+        "engine__retry_backoff_s": "0.05",
+    }
+    try:
+        with workers(tmp_path, 1, options(run.url, **settings)) as (one,):
+            await enqueue(run, 2)
+            await leased(run, 8)
+            own.kill()
+            status = await wait_until(lambda: one.get("/readyz")[0] == 503)
+            assert status
+
+            async def given_back() -> bool:
+                return await run.counter("given_back") >= 8
+
+            await wait_until(given_back)
+            own.start()
+            await all_ready(run, 2)
+    finally:
+        own.kill()
+    assert await run.counter("attempts") == 0
+
+
+async def test_a_worker_waits_for_its_run_and_ends_with_it(
+    valkey_url: str, run_name: str, options: Options, tmp_path: Path
+) -> None:
+    with workers(tmp_path, 1, options(valkey_url)) as (one,):
+        await wait_until(lambda: "waiting_for_run" in one.log.read_text())
+        async with a_run(valkey_url, run_name) as run:
+            await run.queue.call(calls.abort_run("enough"))
+            code = await asyncio.to_thread(one.process.wait, 15)
+    assert code == 0, one.log.read_text()
+
+
+async def test_a_worker_ends_with_the_reason_of_a_run_that_failed(
+    run: Run, options: Options, tmp_path: Path
+) -> None:
+    await run.queue.call(calls.fail_run("the engine speaks Klingon"))
+    with workers(tmp_path, 1, options(run.url), ready=False) as (one,):
+        code = await asyncio.to_thread(one.process.wait, 18)
+    assert code == 1
+    assert "the run failed: the engine speaks Klingon" in one.log.read_text()

@@ -1,0 +1,142 @@
+"""Metrics: every series exists from the start, none grows without bound, spans always end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollstream.errors import DropReason, StopReason
+from tests.builders import a_sample
+from worker.engines.pool import OUTCOMES
+from worker.telemetry.metrics import ENGINE_OUTCOMES, MAX_SERIES, Metrics
+from worker.telemetry.spans import NoSpans, SpanList, timed
+
+
+def metrics(envs: int = 1, engines: int = 1) -> Metrics:
+    return Metrics(version="1.2", wire=1, envs=[f"env{i}" for i in range(envs)], engines=engines)
+
+
+def text_of(given: Metrics) -> str:
+    given.flush()
+    return given.render().decode()
+
+
+@pytest.mark.parametrize(("envs", "engines"), [(1, 1), (30, 40)])
+def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
+    envs: int, engines: int
+) -> None:
+    given = metrics(envs, engines)
+    before = given.num_series()
+
+    for env in range(envs):
+        for reason in StopReason:
+            given.sample_ended(f"env{env}", reason, [a_sample()], delivered=True)
+        for drop in (None, *DropReason):
+            given.group_judged(f"env{env}", drop)
+    for engine in range(engines):
+        given.engine_state(engine, up=True, totals=dict.fromkeys(OUTCOMES, 1))
+    given.span("never heard of", 1.0)
+    given.flush()
+
+    assert given.num_series() == before
+    assert before <= MAX_SERIES
+
+
+def test_an_unknown_environment_is_counted_as_other_where_there_are_many() -> None:
+    given = metrics(envs=9)
+
+    given.sample_ended("env8", StopReason.STOP, [], delivered=True)
+
+    assert 'rollout_samples_total{env="other",reason="stop",status="completed"} 1.0' in text_of(
+        given
+    )
+
+
+def test_a_samples_tokens_are_counted_by_where_they_came_from() -> None:
+    given = metrics()
+    turns = (((4, 5, 6), (7, 8)), ((9,), ()))
+    masked = a_sample(turns=turns)
+    assert masked.loss_mask is not None
+    masked.loss_mask = masked.loss_mask * np.array([1, 1, 0, 0, 0, 1], dtype=np.uint8)
+    masked.prefix_cache_info.total_prompt_tokens = 11
+    masked.prefix_cache_info.cached_tokens = 4
+
+    given.sample_ended("env0", StopReason.STOP, [masked], delivered=True)
+    given.sample_ended("env0", StopReason.DEADLINE, [a_sample(turns=turns)], delivered=False)
+    text = text_of(given)
+
+    for kind, count in {
+        "prompt": 11, "cached": 4, "sampled": 8, "tool": 4, "trainable": 3, "discarded": 4
+    }.items():  # fmt: skip
+        assert f'rollout_tokens_total{{kind="{kind}"}} {count}.0' in text
+    assert 'rollout_turns_total{env="env0"} 4.0' in text
+    assert 'rollout_samples_total{env="env0",reason="deadline",status="aborted"} 1.0' in text
+
+
+def test_engine_requests_follow_the_clients_running_totals() -> None:
+    given = metrics()
+
+    given.engine_state(0, up=True, totals={"stop": 3, "connect": 1, "nan": 1})
+    given.engine_state(0, up=False, totals={"stop": 5, "connect": 2, "nan": 1})
+    text = text_of(given)
+
+    assert 'rollout_engine_requests_total{engine="0",outcome="stop"} 5.0' in text
+    assert 'rollout_engine_requests_total{engine="0",outcome="unavailable"} 2.0' in text
+    assert 'rollout_engine_requests_total{engine="0",outcome="fault"} 1.0' in text
+    assert 'rollout_engine_up{engine="0"} 0.0' in text
+
+
+def test_every_outcome_of_an_engine_has_a_label() -> None:
+    given = metrics()
+    given.engine_state(0, up=True, totals=dict.fromkeys(OUTCOMES, 1))
+    text = text_of(given)
+
+    total = sum(
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("rollout_engine_requests_total{")
+    )
+    assert total == len(OUTCOMES)
+    assert set(ENGINE_OUTCOMES) >= {"stop", "length", "abort", "refused", "timeout"}
+
+
+def test_spans_reach_the_histogram_with_the_next_flush() -> None:
+    given = metrics()
+    sample = a_sample()
+    spans = SpanList()
+    spans.record("generate", 0, 0.0, 3.0)
+    sample.spans = spans.spans
+
+    given.sample_ended("env0", StopReason.STOP, [sample], delivered=True)
+    assert 'rollout_span_duration_seconds_count{span="generate"} 0.0' in given.render().decode()
+
+    text = text_of(given)
+    assert 'rollout_span_duration_seconds_bucket{le="2.5",span="generate"} 0.0' in text
+    assert 'rollout_span_duration_seconds_bucket{le="5.0",span="generate"} 1.0' in text
+
+
+def test_a_span_ends_once_with_the_outcome_of_its_block() -> None:
+    spans = SpanList()
+
+    with timed(spans, "tool", 2):
+        pass
+    with pytest.raises(KeyError), timed(spans, "tool"):
+        raise KeyError
+    with pytest.raises(asyncio.CancelledError), timed(spans, "tool"):
+        raise asyncio.CancelledError
+
+    assert [(s.name, s.turn, s.outcome) for s in spans.spans] == [
+        ("tool", 2, "ok"),
+        ("tool", -1, "error"),
+        ("tool", -1, "cancelled"),
+    ]
+    assert all(s.duration_s >= 0 for s in spans.spans)
+
+
+def test_no_spans_records_nothing() -> None:
+    spans = NoSpans()
+    with timed(spans, "tool"):
+        pass
+    assert spans.spans == []
