@@ -261,7 +261,8 @@ class GroupStream:
             hold = self._hold
             if version < hold.lineage.version:
                 raise ValueError(
-                    f"weight version {version} is lower than {hold.lineage.version}: versions rise"
+                    f"weight version {version} is lower than {hold.lineage.version}: versions rise "
+                    "over the whole run; count on from stream.version"
                 )
             hold.lineage.version = version
             call = calls.set_version(version, label)

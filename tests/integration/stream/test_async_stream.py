@@ -13,6 +13,14 @@ from rollstream.stream import GroupStream
 from tests.backstage import Backstage, wait_until
 
 
+def test_async_stream_has_every_method_of_the_stream() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    only_sync = public(GroupStream) - public(AsyncGroupStream)
+    assert only_sync == {"close", "take_back"}
+
+
 async def test_async_stream_is_the_same_loop(run: Backstage, valkey_url: str) -> None:
     run.finish(0, 1, 2)
     run.end_of_data()

@@ -432,3 +432,28 @@ def test_trainer_memory_of_ended_groups_is_folded_into_the_frontier(
     lineage = stream._hold.lineage
     lineage.fold()
     assert (lineage.terminal.frontier, lineage.terminal.num_above) == (8, 0)
+
+
+def test_stream_lives_with_a_user_that_may_not_ask_for_the_servers_id(
+    run: Backstage, valkey_url: str
+) -> None:
+    run.finish(0)
+    user = {"username": "narrow", "password": "pw"}
+    client = run.queue.client
+    client.acl_setuser(
+        user["username"], enabled=True, passwords=["+pw"], keys=["*"], categories=["+@all"],
+        commands=["-info"],
+    )  # fmt: skip
+    try:
+        url = valkey_url.replace("redis://", "redis://narrow:pw@")
+        with GroupStream.connect(url, run=run.queue.run) as stream:
+            next(stream.batches(groups=1, timeout_s=5)).ack()
+    finally:
+        client.acl_deluser("narrow")
+
+
+def test_connect_says_that_redis_refuses_the_password(run: Backstage, valkey_url: str) -> None:
+    url = valkey_url.replace("redis://", "redis://nobody:wrong@")
+    with pytest.raises(StreamError, match="refuses this client") as refused:
+        GroupStream.connect(url, run=run.queue.run, connect_timeout_s=5)
+    assert "nobody:***@" in str(refused.value)
