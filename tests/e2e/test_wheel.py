@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,8 +11,11 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from examples.devserver import die_with_parent, free_port
 
 ROOT = Path(__file__).parents[2]
 CLIENT_PACKAGES = ("redis", "hiredis", "msgpack", "numpy")
@@ -148,3 +152,65 @@ def test_client_environment_reads_a_run_through_its_command(client: Path, tmp_pa
 def test_service_starts_the_apps_by_name(service: Path, tmp_path: Path, app: str) -> None:
     command = service.parent / "rollstream"
     assert "--redis.url" in run(command, app, "--help", cwd=tmp_path)
+
+
+TRAIN = """\
+import sys
+from rollstream import GroupStream
+with GroupStream.connect(sys.argv[1], run=sys.argv[2], connect_timeout_s=60) as stream:
+    for batch in stream.batches(groups=2, timeout_s=60):
+        arrays = batch.to_arrays(pad_id=0)
+        batch.ack()
+        print(len(batch), arrays["tokens"].shape[0])
+"""
+
+
+def test_installed_apps_bring_groups_to_an_installed_client(
+    service: Path, client: Path, valkey_url: str, run_name: str, tmp_path: Path, vocabulary: Path
+) -> None:
+    rows = [{"prompt": f"What is {i} + {i}?", "label": str(2 * i)} for i in range(1, 5)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    port, command = free_port(), service.parent / "rollstream"
+    common = [
+        *("--redis.url", valkey_url, "--run.name", run_name),
+        *("--model.tokenizer", vocabulary, "--engine.urls", f"http://127.0.0.1:{port}"),
+        *("--producer.source", f"jsonl:{source}", "--producer.stay", "false"),
+        *("--telemetry.metrics_port", "0", "--aggregator.filters", "no_aborted"),
+    ]
+    sim = [service, "-m", "rollstream.apps.worker.engines.sim", "--port", port]
+    started = [
+        start([*sim, "--tokenizer", vocabulary, "--answers", f"jsonl:{source}"], tmp_path),
+        start([command, "producer", *common], tmp_path),
+        start([command, "worker", *common], tmp_path),
+    ]
+    try:
+        printed = run(client, "-c", TRAIN, valkey_url, run_name, cwd=tmp_path, timeout_s=120)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert printed.split() == ["2", "16"] * 2
+    audit = run(
+        client.parent / "rollstream",
+        "audit",
+        "--run",
+        run_name,
+        "--redis",
+        valkey_url,
+        cwd=tmp_path,
+    )
+    assert "4" in audit
+
+
+def start(command: list[Any], cwd: Path) -> subprocess.Popen[bytes]:
+    with (cwd / "log").open("ab") as log:
+        return subprocess.Popen(
+            [str(part) for part in command],
+            cwd=cwd,
+            env=_CLEAN,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+        )

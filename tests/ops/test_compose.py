@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from examples.devserver import die_with_parent, free_port, server_binary
@@ -223,6 +224,17 @@ class Machine:
         done = subprocess.run(self.command(words), env=os.environ, capture_output=True, check=False)
         return done.returncode == 0
 
+    def look(self, service: str, command: str) -> subprocess.CompletedProcess[str]:
+        """Run what `docker compose exec SERVICE rollstream COMMAND` runs."""
+        return subprocess.run(
+            [sys.executable, "-m", "rollstream.cli", command],
+            cwd=self.folder,
+            env=self.environment(service),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
     def stop(self) -> None:
         for process in self.processes.values():
             process.kill()
@@ -247,13 +259,29 @@ def until(claim: str, holds: Any, timeout_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
+def only_pings(machine: Machine) -> bool:
+    """Whether the health check's user may ping and no more, and nobody without a name."""
+    port = machine.redis_port
+    with redis.Redis(port=port, username="health", password="any") as health:
+        try:
+            health.ping()
+        except redis.ConnectionError:
+            return False
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            health.get("rs:{demo}:m")
+    with redis.Redis(port=port) as nobody, pytest.raises(redis.AuthenticationError):
+        nobody.ping()
+    return True
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(150)
 def test_very_commands_of_the_compose_file_bring_groups_to_a_trainer(machine: Machine) -> None:
     for _ in range(2):  # a second start keeps the password
         machine.start("secrets")
         assert machine.ended("secrets-1", 20) == 0, machine.log("secrets-1")
     machine.start("redis")
+    until("the server answers its health check and nobody else", lambda: only_pings(machine))
     machine.start("sim")
     until("the simulated engine is healthy", lambda: machine.healthy("sim"))
     for service, replicas in (("producer", 1), ("verifier", 1), ("worker", 2)):
@@ -270,6 +298,10 @@ def test_very_commands_of_the_compose_file_bring_groups_to_a_trainer(machine: Ma
     assert queue.counters()["acked"] == 12
     assert queue.presence()["workers"] == 2
     queue.close()
+    for command in ("audit", "stats", "runs"):
+        looked = machine.look("worker", command)
+        assert looked.returncode == 0, looked.stdout + looked.stderr
+        assert "demo" in looked.stdout
     for name in ("worker-1", "worker-2", "verifier-1", "producer-1", "sim-1", "redis-1"):
         assert machine.processes[name].poll() is None, machine.log(name)
         machine.processes[name].send_signal(signal.SIGTERM)
