@@ -23,6 +23,7 @@ from typing import Self
 import redis
 
 PR_SET_PDEATHSIG = 1
+_LIBC: ctypes.CDLL | None
 try:
     # Opened here: between fork and exec a thread of the parent may hold the loader's lock.
     _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -72,10 +72,9 @@ class Auditor:
         self.samples += 1
         where = f"{sample.group_index}:{sample.member}"
         found = contradiction(sample)
-        if found is None and sample.group_index in self.questions:
-            asked = self.questions[sample.group_index]
-            if asked not in _text(sample.prompt):
-                found = "the prompt is another problem than its group's"
+        asked = self.questions.get(-1 if sample.group_index is None else sample.group_index, "")
+        if found is None and asked not in _text(sample.prompt):
+            found = "the prompt is another problem than its group's"
         if found is not None:
             self._count(where, found)
             return

@@ -57,13 +57,10 @@ class Tally:
                 self.tokens += sum(call.end - call.start for call in calls.values())
                 if isinstance(leaves[0].reward, int | float):
                     self.rewards.append(float(leaves[0].reward))
-                spans = {
-                    (s.name, s.turn, s.start_unix_s): s.duration_s
-                    for leaf in leaves
-                    for s in leaf.spans
-                }
-                for (name, _, _), seconds in spans.items():
-                    self.durations.setdefault(name, []).append(seconds)
+                # Leaves share the spans of their common prefix.
+                spans = {(s.name, s.turn, s.start_unix_s): s for leaf in leaves for s in leaf.spans}
+                for span in spans.values():
+                    self.durations.setdefault(span.name, []).append(span.duration_s)
 
     @property
     def twice(self) -> list[int]:

@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,9 @@ def test_summary_is_a_success_only_without_any_problem() -> None:
 
 @pytest.mark.parametrize("key", ["lost", "twice", "token_mismatches", "accounting_difference"])
 def test_summary_names_each_figure_that_must_be_zero(key: str) -> None:
-    (found,) = problems(dataclasses.replace(CLEAN, **{key: 1}), batches=20, wanted=20, broken=[])
+    changed: dict[str, Any] = {key: 1}
+    summary = dataclasses.replace(CLEAN, **changed)
+    (found,) = problems(summary, batches=20, wanted=20, broken=[])
     assert found.startswith(f"{key} = 1")
 
 
