@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeAlias
 
 import msgpack
@@ -43,7 +43,9 @@ _DEFAULTS = Sample()
 _BODY_FIELDS = tuple(f for f in SAMPLE_FIELDS if f not in _GROUP_FIELDS | _TEXT_FIELDS)
 _RULE_FIELDS = tuple(f.name for f in fields(EnvRule))
 _CALL_NAMES = tuple(f.name for f in fields(Call))
-_CALL_PLAIN = tuple(n for n in _CALL_NAMES if n not in ("start", "end", "versions"))
+_CALL_PLAIN = tuple(n for n in _CALL_NAMES if n not in ("start", "end", "versions", "sampling"))
+_CALL_DEFAULTS = {f.name: (f.default,) for f in fields(Call) if f.default is not MISSING}
+_call_values = operator.attrgetter("start", "end", "versions", "sampling", *_CALL_PLAIN)
 _BODY_FIELD_SET = frozenset(_BODY_FIELDS)
 _PER_RESPONSE = tuple(name for name in ARRAY_DTYPES if name != "tokens")
 _BLOCK_DTYPES = frozenset(np.dtype(kind).newbyteorder("<").str for kind in "?bBhHiIqQefd")
@@ -143,7 +145,7 @@ def decode_header(data: bytes) -> MemberHeader:
             done_unix_s=record.get("done_unix_s", 0.0),
             attempts=record.get("attempts", 0),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise WireError(f"header: {error!r}") from None
 
 
@@ -302,10 +304,11 @@ def _array_codec(name: str) -> _Codec:
 
 
 def _encode_block(value: Any) -> list[Any]:
-    dtype = value.dtype.newbyteorder("<")
+    array = np.asarray(value)
+    dtype = array.dtype.newbyteorder("<")
     if dtype.str not in _BLOCK_DTYPES:
-        raise WireError(f"an array of {value.dtype} has no wire form")
-    return [dtype.str, list(value.shape), np.ascontiguousarray(value, dtype=dtype).tobytes()]
+        raise WireError(f"an array of {array.dtype} has no wire form")
+    return [dtype.str, list(array.shape), np.ascontiguousarray(array, dtype=dtype).tobytes()]
 
 
 def _decode_block(value: list[Any]) -> Any:
@@ -315,14 +318,68 @@ def _decode_block(value: list[Any]) -> Any:
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-def _encode_call(call: Call) -> list[Any]:
-    return [call.start, call.end, call.versions, {n: getattr(call, n) for n in _CALL_PLAIN}]
+def _encode_calls(calls: list[Call]) -> list[Any]:
+    """Calls as columns: a trajectory of many turns repeats all but ids, spans and seeds."""
+    if not calls:
+        return [[], [], [], {}]
+    columns = map(list, zip(*map(_call_values, calls), strict=True))
+    starts, ends, versions, samplings, *plain = columns
+    spans = [
+        v[0][0] if len(v) == 1 and (v[0][1], v[0][2]) == (start, end) else v
+        for v, start, end in zip(versions, starts, ends, strict=True)
+    ]
+    named = {name: _column(values) for name, values in zip(_CALL_PLAIN, plain, strict=True)}
+    return [starts, ends, spans, {**named, "sampling": _sampling_columns(samplings)}]
 
 
-def _decode_call(record: list[Any]) -> Call:
-    start, end, versions, plain = record[:4]
-    known = {name: plain[name] for name in _CALL_PLAIN if name in plain}
-    return Call(start=start, end=end, versions=[(v[0], v[1], v[2]) for v in versions], **known)
+def _column(values: list[Any]) -> list[Any]:
+    """Return one value where all are equal."""
+    return values[:1] if values.count(values[0]) == len(values) else values
+
+
+def _sampling_columns(samplings: list[dict[str, Any]]) -> dict[str, Any] | list[Any]:
+    names = tuple(samplings[0])
+    if not names or sum(map(len, samplings)) != len(names) * len(samplings):
+        return samplings
+    try:
+        return {name: _column([sampling[name] for sampling in samplings]) for name in names}
+    except KeyError:
+        return samplings
+
+
+def _decode_calls(record: list[Any]) -> list[Call]:
+    starts, ends, spans, columns = record[:4]
+    count = len(starts)
+    if count == 0:
+        return []
+    versions = [
+        [(v, start, end)] if isinstance(v, int) else [(row[0], row[1], row[2]) for row in v]
+        for v, start, end in zip(spans, starts, ends, strict=True)
+    ]
+    values = {"start": starts, "end": ends, "versions": versions}
+    values["sampling"] = _spread_samplings(columns.get("sampling", [{}]), count)
+    for name in _CALL_PLAIN:
+        values[name] = _spread(columns.get(name, _CALL_DEFAULTS.get(name, ())), count)
+    return list(map(Call, *(values[name] for name in _CALL_NAMES)))
+
+
+def _spread(column: Any, count: int) -> list[Any]:
+    if len(column) == 1:
+        return list(column) * count
+    if len(column) != count:
+        raise ValueError(f"a column of {len(column)} for {count} calls")
+    return list(column)
+
+
+def _spread_samplings(columns: Any, count: int) -> list[dict[str, Any]]:
+    if not isinstance(columns, dict):
+        return [dict(sampling) for sampling in _spread(columns, count)]
+    shared = {name: column[0] for name, column in columns.items()}
+    own = {name: _spread(column, count) for name, column in columns.items() if len(column) > 1}
+    if not own:
+        return [shared.copy() for _ in range(count)]
+    rows = zip(*own.values(), strict=True)
+    return [{**shared, **dict(zip(own, row, strict=True))} for row in rows]
 
 
 def _row_codec(kind: type) -> _Codec:
@@ -343,7 +400,7 @@ _CODECS: dict[str, _Codec] = {
     **{name: _array_codec(name) for name in ARRAY_DTYPES},
     "rollout_routed_experts": (_encode_block, _decode_block),
     "rollout_indexer_topk": (_encode_block, _decode_block),
-    "calls": _rows((_encode_call, _decode_call)),
+    "calls": (_encode_calls, _decode_calls),
     "spans": _rows(_row_codec(Span)),
     "spec_info": _row_codec(SpecInfo),
     "prefix_cache_info": _row_codec(PrefixCacheInfo),

@@ -160,6 +160,7 @@ class WalkState:
         assert terminal <= self.lineage.ended(), terminal - self.lineage.ended()
         assert self.lineage.trained <= terminal, self.lineage.trained - terminal
         assert len(live) <= CAPACITY
+        assert all(gid < frontier + self.window for gid in live), "a live group beyond the window"
         for key in self.client.keys(f"{self.key}[gb]:*"):
             assert int(key.rsplit(b":", 1)[1]) in live, key
         for gid in self.client.zrange(f"{self.key}dl", 0, -1):
