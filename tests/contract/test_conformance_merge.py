@@ -136,6 +136,19 @@ def test_fold_refuses_samples_of_different_members_and_replay_data() -> None:
         merge_samples(replay, _sample([1, 2, 3], 1), _decode)
 
 
+def test_fold_keeps_what_one_side_alone_says_and_never_trains_a_removed_part() -> None:
+    a = _sample([1, 2], 1, adapter="x", attempts=1, non_generation_time=1.5)
+    b = _sample(
+        [1, 2, 3], 1, remove_sample=True, routing_key="g1", attempts=2, non_generation_time=2.0
+    )
+    merged = merge_samples(a, b, _decode)
+    assert (merged.remove_sample, merged.adapter, merged.routing_key) == (True, "x", "g1")
+    assert (merged.attempts, merged.non_generation_time) == (2, 3.5)
+    unlike = _sample([1, 2, 3], 1, label="8")
+    with pytest.raises(MergeFault, match="differ in label"):
+        merge_samples(a, unlike, _decode)
+
+
 # --- 4. record assembly --------------------------------------------------------------------------
 def _merged(*records: TurnRecord, **options: Any) -> Sample:
     sample = merge_turns(records, **options).sample

@@ -286,6 +286,18 @@ def test_parse_gives_a_broken_call_as_a_problem(
     assert [call.problem for call in message.tool_calls] == [kind]
 
 
+def test_parse_takes_markers_inside_a_string_for_text_and_finds_the_call_behind(
+    qwen: RenderersBackend,
+) -> None:
+    block = '<tool_call>\n{"name":"%s","arguments":{"text":"%s"}}\n</tool_call>'
+    inside = "close by </tool_call>, or <tool_call>{}</tool_call> }"
+    message = _parse(qwen, block % ("write", inside) + block % ("next", "x") + "<|im_end|>")
+    assert [(c.name, c.arguments["text"], c.problem) for c in message.tool_calls] == [
+        ("write", inside, None),
+        ("next", "x", None),
+    ]
+
+
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.one_of(st.integers(0, 151668), st.integers(151643, 151668)), max_size=30))
 def test_parse_never_raises_for_any_ids(ids: list[int], qwen: RenderersBackend) -> None:
