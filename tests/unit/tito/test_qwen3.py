@@ -25,6 +25,8 @@ from worker.tito.ids import prompt_ids
 from worker.tito.trajectory import Trajectory
 from worker.types import ProblemKind
 
+pytestmark = pytest.mark.xdist_group("tito")
+
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = json.loads((ROOT / "tests/data/tito/qwen3_prompts.json").read_text())
 CLOSE, END, NEWLINE = 151645, 151643, 198
