@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import pytest
 
 from worker.engines.request import RequestWriter, body_bytes, body_length, new_rid
 from worker.sampling import Sampling
@@ -93,3 +96,30 @@ def test_request_prefix_cache_is_bounded_when_every_prompt_has_parameters_of_its
     for i in range(3000):
         writer.head(Sampling(temperature=1.0 + i / 1e4), rid="r", routing_key="g")
     assert len(writer._prefixes) <= 1024
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"top_k": 5},
+        {"min_p": 0.5},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"min_new_tokens": 1},
+        {"stop": ("x",)},
+        {"stop_token_ids": (5,)},
+    ],
+)
+def test_request_after_one_with_other_parameters_still_carries_its_own(
+    change: dict[str, Any],
+) -> None:
+    writer = RequestWriter()
+    plain = writer.head(Sampling(), rid="r", routing_key="g")
+    changed = writer.head(Sampling(**change), rid="r", routing_key="g")
+    [name], [value] = change.keys(), change.values()
+    params = json.loads(body_bytes(changed, PROMPT))["sampling_params"]
+    assert params[name] == (list(value) if isinstance(value, tuple) else value)
+    assert writer.head(Sampling(), rid="r", routing_key="g") == plain
