@@ -7,14 +7,16 @@ that it started is ended, and what went wrong is told with the tail of the log t
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from examples.demo.auditor import Auditor, Evidence, Recomputed, Recorded, questions_of
-from examples.demo.cast import Cast, assemble
+from examples.demo.cast import FAULTS, Cast, assemble
 from examples.demo.children import ChildFailed, stop_all
 from examples.demo.killer import Killer
 from examples.demo.options import DATASET, ROOT, Options
@@ -97,8 +99,9 @@ class Demo:
             self._watch(cast, queue, trainer)
         except (ChildFailed, DemoFailed) as error:
             self.broken.append(str(error))
+        injected = injected_faults(cast)
         stop_all(cast.everyone, STOP_S)
-        return self._account(queue, trainer, auditor, folder)
+        return self._account(queue, trainer, auditor, folder, injected)
 
     def _auditor(self, folder: Path) -> Auditor:
         options = self.options
@@ -166,7 +169,12 @@ class Demo:
         )
 
     def _account(
-        self, queue: BlockingQueue, trainer: Trainer, auditor: Auditor, folder: Path
+        self,
+        queue: BlockingQueue,
+        trainer: Trainer,
+        auditor: Auditor,
+        folder: Path,
+        injected: dict[str, int],
     ) -> Outcome:
         """Compare the trainer's own log with what the queue says."""
         counters = queue.counters()
@@ -203,6 +211,7 @@ class Demo:
             mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
             versions=trainer.version,
             kills=self.kills,
+            injected=injected,
             engine=ENGINE_NOTE if self.options.simulated else ", ".join(self.options.urls),
             folder=str(folder),
         )
@@ -210,6 +219,18 @@ class Demo:
             summary, batches=tally.batches, wanted=self.options.batches, broken=self.broken
         )
         return Outcome(summary, facts, wrong)
+
+
+def injected_faults(cast: Cast) -> dict[str, int]:
+    """Return what the stand-in did wrong on purpose, {} where it cannot be asked."""
+    if cast.sim is None or not cast.sim.running:
+        return {}
+    try:
+        with urllib.request.urlopen(f"{cast.engines[0]}/sim", timeout=5) as reply:
+            counts = json.loads(reply.read())["counts"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return {kind: counts[name] for kind in FAULTS if (name := kind.replace("-", "_")) in counts}
 
 
 def drops(counters: dict[str, int]) -> dict[str, int]:

@@ -102,7 +102,8 @@ def table(m: Moment) -> Table:
     drops = ", ".join(f"{count} {reason}" for reason, count in m.dropped.items()) or "none"
     d = m.depths
     rows = {
-        "batches": f"{m.batches} of at least {m.wanted}, loss {m.loss:+.3f}, weights {m.version}",
+        "batches": f"{m.batches} of at least {m.wanted}"
+        + (f", loss {m.loss:+.3f}, weight version {m.version}" if m.batches else ""),
         "groups": f"{m.acked} acked, {d.get('live', 0)} live; dropped: {drops}",
         "samples": f"{m.samples} trained, {m.samples_per_s:.0f}/s",
         "members": f"{d.get('q', 0)} queued, {d.get('l', 0)} leased, "

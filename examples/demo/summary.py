@@ -75,40 +75,27 @@ class Facts:
     mean_reward: float
     versions: int
     kills: int
+    injected: dict[str, int]
+    """{kind: count} of the stand-in's faults."""
     engine: str
     """One line that says what sampled."""
     folder: str
     """Where the logs, the configuration and the checkpoint are."""
 
 
+_HOW = {
+    "recomputed": "recomputed from the seed, ids and log-probs bit for bit",
+    "wire": "compared with the engine's recorded replies, bit for bit",
+}
+
+
 def for_people(summary: Summary, facts: Facts, wrong: list[str]) -> str:
     """Return the summary as lines of text."""
-    s = summary
-    ended = sum(s.groups_dropped.values()) + s.groups_acked
-    dropped = ", ".join(f"{count} {reason}" for reason, count in s.groups_dropped.items()) or "none"
-    how = {
-        "recomputed": "recomputed from the seed, ids and log-probs bit for bit",
-        "wire": "compared with the engine's recorded replies, bit for bit",
-    }[s.audit]
-    rows = [
-        ("engine", facts.engine),
-        ("trained", (f"{s.groups_acked} groups in {facts.batches} batches, {s.samples} samples "
-                    f"({facts.lists} delivered as lists), mean reward {facts.mean_reward:.2f}")),
-        ("dropped", f"{dropped} (of {ended} groups that ended)"),
-        ("sampled", f"{s.tokens:,} tokens in {s.turns:,} calls; {facts.versions} weight versions"),
-        ("speed", f"{s.samples_per_s:.1f} samples/s while training; {s.seconds:.1f} s in all"),
-        ("faults", f"{s.retries['attempts']} attempts repeated, {s.retries['crashes']} leases of "
-                   f"dead workers taken over, {s.fenced} late results refused"
-                   + (f", {facts.kills} workers killed" if facts.kills else "")),
-        ("audit", f"{facts.calls_audited:,} calls {how}: {s.token_mismatches} mismatches"),
-        ("accounts", (f"lost {s.lost}, trained twice {s.twice}, "
-                     f"enqueued - acked - dropped - live = {s.accounting_difference}")),
-    ]  # fmt: skip
-    lines = [f"  {name:<9} {text}" for name, text in rows]
+    lines = [f"  {name:<9} {text}" for name, text in _rows(summary, facts).items()]
     lines.append("  span        count    p50 s    p95 s")
     lines += [
         f"    {name:<10}{f['count']:>5}{f['p50_s']:>9.3f}{f['p95_s']:>9.3f}"
-        for name, f in s.spans.items()
+        for name, f in summary.spans.items()
     ]
     if wrong:
         lines += ["FAILED", *(f"  {line}" for line in wrong), f"  everything is in {facts.folder}"]
@@ -117,3 +104,30 @@ def for_people(summary: Summary, facts: Facts, wrong: list[str]) -> str:
             "OK: nothing lost, nothing trained twice, every token as the engine sampled it"
         )
     return "\n".join(lines)
+
+
+def _rows(s: Summary, facts: Facts) -> dict[str, str]:
+    ended = sum(s.groups_dropped.values()) + s.groups_acked
+    retries = f"{s.retries['attempts']} attempts repeated"
+    crashes = f"{s.retries['crashes']} leases of dead workers taken over"
+    kills = f", {facts.kills} workers killed" if facts.kills else ""
+    rows = {
+        "engine": facts.engine,
+        "trained": f"{s.groups_acked} groups in {facts.batches} batches, {s.samples} samples "
+        f"({facts.lists} delivered as lists), mean reward {facts.mean_reward:.2f}",
+        "dropped": f"{_listed(s.groups_dropped)} (of {ended} groups that ended)",
+        "sampled": f"{s.tokens:,} tokens in {s.turns:,} calls; {facts.versions} weight versions",
+        "speed": f"{s.samples_per_s:.1f} samples/s while training; {s.seconds:.1f} s in all",
+        "injected": _listed(facts.injected),
+        "faults": f"{retries}, {crashes}, {s.fenced} late results refused{kills}",
+        "audit": f"{facts.calls_audited:,} calls {_HOW[s.audit]}: {s.token_mismatches} mismatches",
+        "accounts": f"lost {s.lost}, trained twice {s.twice}, "
+        f"enqueued - acked - dropped - live = {s.accounting_difference}",
+    }
+    if not facts.injected:
+        del rows["injected"]
+    return rows
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
