@@ -32,6 +32,8 @@ class Header:
     """`GroupEvent` values of the moves it makes."""
     member_events: tuple[str, ...]
     """`MemberEvent` values of the moves it makes."""
+    creates: tuple[str, ...]
+    """States in which it creates a group and its members."""
     argv: str
     answer: str
     repeat: str
@@ -79,6 +81,7 @@ def parse_header(name: str, text: str) -> Header:
             keys=tuple(_key(item) for item in lines["keys"].split(", ")),
             group_events=_words(lines["group"]),
             member_events=_words(lines["member"]),
+            creates=_words(lines.get("creates", "-")),
             argv=lines["argv"],
             answer=lines["answer"],
             repeat=lines["repeat"],

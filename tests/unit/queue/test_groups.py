@@ -318,7 +318,10 @@ def test_version_and_budgets_are_absolute_and_only_ever_rise_for_the_version(
     bench: Bench,
 ) -> None:
     assert bench.call(calls.set_version(5)).version == 5
-    assert bench.call(calls.set_version(3)).version == 5
+    assert bench.call(calls.set_version(3, "older")).version == 5
+    assert bench.queue.info().version_label == ""  # type: ignore[union-attr]
+    bench.call(calls.set_version(6, "v1.0"))
+    assert bench.queue.info().version_label == "v1.0"  # type: ignore[union-attr]
     assert bench.call(calls.set_budget("nonsense", 1)).state == "unknown"
     bench.call(calls.set_budget("cap", 1))
     assert bench.enqueue(0, 1) == ["new", "full"]

@@ -9,7 +9,14 @@ from importlib.resources import files
 import pytest
 
 from rollstream.queue.scripts import SCRIPT_NAMES, load_scripts, parse_header
-from rollstream.states import GROUP_TRANSITIONS, MEMBER_TRANSITIONS, GroupEvent, MemberEvent
+from rollstream.states import (
+    GROUP_TRANSITIONS,
+    MEMBER_TRANSITIONS,
+    GroupEvent,
+    GroupState,
+    MemberEvent,
+    MemberState,
+)
 
 # Events that no script makes yet: `park` and `requeue` are reserved (their fields are stored).
 RESERVED_GROUP = {GroupEvent.REQUEUED}
@@ -33,6 +40,12 @@ def test_header_names_events_of_the_table(name: str) -> None:
     assert {MemberEvent(word) for word in header.member_events} <= {
         e for _, e in MEMBER_TRANSITIONS
     }
+
+
+def test_only_enqueue_creates_a_group_and_in_its_first_states() -> None:
+    creates = {name: script.header.creates for name, script in load_scripts().items()}
+    assert creates.pop("enqueue") == (GroupState.OPEN, MemberState.QUEUED)
+    assert set(creates.values()) == {()}
 
 
 def test_every_event_of_the_table_is_made_by_a_script() -> None:
