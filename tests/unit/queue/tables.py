@@ -21,11 +21,11 @@ def made_from_headers() -> str:
 
 def _moves(scripts: list[Script]) -> str:
     rows = ["| script | what it does | moves of groups | moves of members |", "|---|---|---|---|"]
-    rows += [
-        f"| `{s.name}` | {s.header.purpose} | {_events(s.header.group_events, s.header.creates[:1])} "
-        f"| {_events(s.header.member_events, s.header.creates[1:])} |"
-        for s in scripts
-    ]
+    for script in scripts:
+        header = script.header
+        groups = _events(header.group_events, header.creates[:1])
+        members = _events(header.member_events, header.creates[1:])
+        rows.append(f"| `{script.name}` | {header.purpose} | {groups} | {members} |")
     return "\n".join(rows) + "\n"
 
 
