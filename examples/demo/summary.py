@@ -130,4 +130,4 @@ def _rows(s: Summary, facts: Facts) -> dict[str, str]:
 
 
 def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count}× {name}" for name, count in counts.items()) or "none"
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
