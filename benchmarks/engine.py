@@ -9,7 +9,7 @@ conversation complete*. A worker's own timers miss what happens before they star
 
 Its first line is JSON: where it listens and its own ceiling, measured by a bare loader in a process
 of its own that sends requests of 8k tokens and looks at nothing. `POST /bench` sets the latency and
-begins a new window, `GET /bench` answers what was seen in it.
+opens a window of so many seconds, `GET /bench` answers what was seen in it, null until it closed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,16 @@ def scripts(tokenizer: Tokenizer) -> list[list[bytes]]:
     return made
 
 
-def run_delay_s(pid: int | str = "self") -> float:
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process with all its threads, to 10 ms (0.0 where unknown)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def run_delay_s(pid: int) -> float:
     """Return how long a process's main thread has waited for a core (0.0 where unknown)."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
@@ -117,16 +126,50 @@ class _Conversation:
 
 
 @dataclass(slots=True)
-class _Window:
-    """What was seen since the last `POST /bench`."""
+class _Reading:
+    """Clocks of two processes at one moment."""
 
-    start_s: float = field(default_factory=time.perf_counter)
-    cpu_s: float = field(default_factory=time.process_time)
-    delay_s: float = field(default_factory=run_delay_s)
+    now_s: float
+    cpu_s: tuple[float, ...]
+    delay_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, *pids: int) -> _Reading:
+        return cls(time.perf_counter(), tuple(map(cpu_s, pids)), tuple(map(run_delay_s, pids)))
+
+
+@dataclass(slots=True)
+class _Window:
+    """What is seen between two readings."""
+
+    pids: tuple[int, ...]
+    first: _Reading
     requests: int = 0
     added_s: array[float] = field(default_factory=lambda: array("d"))
     late_s: float = 0.0
     """How late the engine itself was at worst."""
+
+    def close(self) -> dict[str, Any]:
+        """Return the figures; `worker` is the process that asked, `engine` this one."""
+        first, last = self.first, _Reading.of(*self.pids)
+        seconds = last.now_s - first.now_s
+        added_ms = np.array(self.added_s or [0.0]) * 1e3
+        figures: dict[str, Any] = {
+            "seconds": seconds,
+            "requests": self.requests,
+            "requests_per_s": self.requests / seconds,
+            "added_ms_p50": float(np.percentile(added_ms, 50)),
+            "added_ms_p99": float(np.percentile(added_ms, 99)),
+            "added_ms_max": float(added_ms.max()),
+            "engine_late_ms_max": self.late_s * 1e3,
+        }
+        for name, place in (("worker", 0), ("engine", 1)):
+            spent_s = last.cpu_s[place] - first.cpu_s[place]
+            waited_s = last.delay_s[place] - first.delay_s[place]
+            figures[f"{name}_cpu_s"] = spent_s
+            figures[f"{name}_core_share"] = spent_s / seconds
+            figures[f"{name}_wait_share"] = waited_s / seconds
+        return figures
 
 
 class BenchEngine:
@@ -137,17 +180,37 @@ class BenchEngine:
         self._conversations: dict[bytes, _Conversation] = {}
         self._latency_s = 0.0
         self._random = random.Random(3)
-        self._window = _Window()
+        self._window: _Window | None = None
+        self._figures: dict[str, Any] | None = None
         self._loop = asyncio.get_running_loop()
 
     def handle(self, exchange: Exchange) -> None:
         """Answer one request."""
         if exchange.path == "/generate":
             self._generate(exchange)
+        elif exchange.path == "/bench" and exchange.method == "POST":
+            self._begin(json.loads(exchange.body))
+            exchange.answer(200, b"{}")
         elif exchange.path == "/bench":
-            exchange.answer(200, json.dumps(self._bench(exchange)).encode())
+            exchange.answer(200, json.dumps(self._figures).encode())
         else:
             exchange.answer(200, b'{"model_path":"precomputed replies","weight_version":"0"}')
+
+    def _begin(self, order: dict[str, Any]) -> None:
+        """Set the latency; with `seconds` and `pid`, measure that process for so long.
+
+        The window is opened and closed here: a client that is saturated asks for it seconds late.
+        """
+        self._latency_s = float(order["latency_s"])
+        if "seconds" in order:
+            pids = (int(order["pid"]), os.getpid())
+            self._figures, self._window = None, _Window(pids, _Reading.of(*pids))
+            self._loop.call_later(order["seconds"], self._end)
+
+    def _end(self) -> None:
+        window, self._window = self._window, None
+        assert window is not None
+        self._figures = window.close()
 
     def _generate(self, exchange: Exchange) -> None:
         now_s = time.perf_counter()
@@ -158,9 +221,10 @@ class BenchEngine:
         if conversation is None:
             replies = self._scripts[int(key.partition(b"-")[0]) % NUM_SCRIPTS]
             conversation = self._conversations[key] = _Conversation(replies)
-        else:
+        elif window is not None:
             window.added_s.append(now_s - conversation.sent_s)
-        window.requests += 1
+        if window is not None:
+            window.requests += 1
         if self._latency_s <= 0.0:
             self._send(exchange, conversation, key, 0.0)
             return
@@ -172,7 +236,7 @@ class BenchEngine:
     def _send(
         self, exchange: Exchange, conversation: _Conversation, key: bytes, due_s: float
     ) -> None:
-        if due_s:
+        if due_s and self._window is not None:
             self._window.late_s = max(self._window.late_s, self._loop.time() - due_s)
         reply = conversation.replies[conversation.turn]
         conversation.turn += 1
@@ -180,27 +244,6 @@ class BenchEngine:
             del self._conversations[key]
         conversation.sent_s = time.perf_counter()
         exchange.answer(200, reply)
-
-    def _bench(self, exchange: Exchange) -> dict[str, Any]:
-        window = self._window
-        if exchange.method == "POST":
-            self._latency_s = float(json.loads(exchange.body)["latency_s"])
-            self._window = _Window()
-        seconds = time.perf_counter() - window.start_s
-        added_ms = np.array(window.added_s) * 1e3
-        if not len(added_ms):
-            added_ms = np.zeros(1)
-        return {
-            "seconds": seconds,
-            "requests": window.requests,
-            "requests_per_s": window.requests / seconds,
-            "added_ms_p50": float(np.percentile(added_ms, 50)),
-            "added_ms_p99": float(np.percentile(added_ms, 99)),
-            "added_ms_max": float(added_ms.max()),
-            "engine_late_ms_max": window.late_s * 1e3,
-            "engine_cpu_share": (time.process_time() - window.cpu_s) / seconds,
-            "engine_run_queue_wait_share": (run_delay_s() - window.delay_s) / seconds,
-        }
 
 
 class _Loader(asyncio.Protocol):

@@ -24,6 +24,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import random
 import resource
 import subprocess
@@ -36,7 +37,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-from benchmarks.engine import SAMPLED, TOOL, Words, run_delay_s
+from benchmarks.engine import SAMPLED, TOOL, Words
 from examples.devserver import die_with_parent
 from examples.vocabulary import write
 from rollstream.sample import Sample
@@ -109,31 +110,18 @@ class Driver:
         )
 
 
-class Window:
-    """CPU, waits for a core and what the engine saw, from entering to leaving it."""
-
-    def __init__(self, url: str, gc_policy: GcPolicy) -> None:
-        self._url, self._gc = url, gc_policy
-
-    async def measure(
-        self, client: httpx.AsyncClient, latency_s: float, seconds: float
-    ) -> dict[str, Any]:
-        """Return what was seen in so many seconds."""
-        await client.post(self._url + "/bench", json={"latency_s": latency_s})
-        self._gc.take()
-        cpu_s, delay_s, start_s = time.process_time(), run_delay_s(), time.perf_counter()
-        await asyncio.sleep(seconds)
-        taken_s = time.perf_counter() - start_s
-        cpu_s, delay_s = time.process_time() - cpu_s, run_delay_s() - delay_s
-        seen: dict[str, Any] = (await client.get(self._url + "/bench")).json()
-        pauses = self._gc.take()
-        return seen | {
-            "cpu_ms_per_turn": 1e3 * cpu_s / max(1, seen["requests"]),
-            "turns_per_cpu_s": seen["requests"] / cpu_s,
-            "cpu_share": cpu_s / taken_s,
-            "run_queue_wait_share": delay_s / taken_s,
-            "gc_pause_ms_max": 1e3 * pauses.longest_s,
-        }
+async def measure(
+    client: httpx.AsyncClient, url: str, latency_s: float, seconds: float
+) -> dict[str, Any]:
+    """Return what the engine saw in a window of so many seconds."""
+    order = {"latency_s": latency_s, "seconds": seconds, "pid": os.getpid()}
+    await client.post(url + "/bench", json=order)
+    seen: dict[str, Any] | None = None
+    async with asyncio.timeout(3 * seconds + 60):
+        while seen is None:
+            await asyncio.sleep(0.5)
+            seen = (await client.get(url + "/bench")).json()
+    return seen
 
 
 async def drive(url: str, ceiling: float, args: argparse.Namespace) -> dict[str, Any]:
@@ -144,9 +132,8 @@ async def drive(url: str, ceiling: float, args: argparse.Namespace) -> dict[str,
     driver = Driver(pool, renderer, path)
     gc_policy = GcPolicy()
     gc_policy.install()
-    window = Window(url, gc_policy)
     latency_s = args.in_flight / args.rate
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         await client.post(url + "/bench", json={"latency_s": latency_s})
         draw = random.Random(2)
         tasks = [
@@ -154,11 +141,13 @@ async def drive(url: str, ceiling: float, args: argparse.Namespace) -> dict[str,
             for _ in range(args.in_flight)
         ]
         await asyncio.sleep(3 * latency_s)
-        paced = await window.measure(client, latency_s, args.seconds)
+        gc_policy.take()
+        paced = await measure(client, url, latency_s, args.seconds)
+        pauses = gc_policy.take()
         rss_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         await client.post(url + "/bench", json={"latency_s": 0.001})
         await asyncio.sleep(3.0)
-        full = await window.measure(client, 0.001, 6.0)
+        full = await measure(client, url, 0.001, 6.0)
         broken = [task.exception() for task in tasks if task.done() and not task.cancelled()]
         for task in tasks:
             task.cancel()
@@ -168,25 +157,25 @@ async def drive(url: str, ceiling: float, args: argparse.Namespace) -> dict[str,
     if broken:
         raise RuntimeError(f"{len(broken)} conversations broke; the first: {broken[0]!r}")
     return {
-        "turns_per_s_per_core": round(full["turns_per_cpu_s"], 1),
+        "turns_per_s_per_core": round(full["requests"] / full["worker_cpu_s"], 1),
         "added_ms_p50": round(paced["added_ms_p50"], 3),
         "added_ms_p99": round(paced["added_ms_p99"], 3),
-        "cpu_ms_per_turn": round(paced["cpu_ms_per_turn"], 4),
+        "cpu_ms_per_turn": round(1e3 * paced["worker_cpu_s"] / max(1, paced["requests"]), 3),
         "rss_mb": round(rss_mb, 1),
         "in_flight": args.in_flight,
         "asked_turns_per_s": args.rate,
         "paced_turns_per_s": round(paced["requests_per_s"], 1),
         "added_ms_max": round(paced["added_ms_max"], 1),
-        "gc_pause_ms_max": round(paced["gc_pause_ms_max"], 1),
-        "worker_core_share": round(paced["cpu_share"], 3),
-        "run_queue_wait_share": round(paced["run_queue_wait_share"], 3),
+        "gc_pause_ms_max": round(1e3 * pauses.longest_s, 1),
+        "worker_core_share": round(paced["worker_core_share"], 3),
+        "run_queue_wait_share": round(paced["worker_wait_share"], 3),
         "saturated_turns_per_s": round(full["requests_per_s"], 1),
-        "saturated_run_queue_wait_share": round(full["run_queue_wait_share"], 3),
+        "saturated_run_queue_wait_share": round(full["worker_wait_share"], 3),
         "engine_ceiling_per_s": round(ceiling, 1),
         "engine_bound": ceiling < 1.5 * max(args.rate, full["requests_per_s"]),
         "engine_late_ms_max": round(paced["engine_late_ms_max"], 1),
-        "engine_core_share": round(paced["engine_cpu_share"], 3),
-        "engine_run_queue_wait_share": round(paced["engine_run_queue_wait_share"], 3),
+        "engine_core_share": round(paced["engine_core_share"], 3),
+        "engine_run_queue_wait_share": round(paced["engine_wait_share"], 3),
         "conversations": driver.finished,
     }
 
