@@ -18,8 +18,6 @@ from rollstream.wire import decode_envs
 
 T = TypeVar("T")
 Command = tuple[Arg, ...]
-_FAILED = b"x:"
-"""What the end of a member that failed for good begins with; a result's is its lease token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +232,12 @@ def _parse_drop(entry: Any) -> dict[str, Any]:
         "why": _text(row["why"]),
         "unix_s": stream_unix_s(message_id),
         "headers": [row.get(f"h{i}") for i in shown],
-        "errors": [_error(row.get(f"f{i}"), row.get(f"e{i}")) for i in shown],
+        "errors": [_error(row.get(f"e{i}")) for i in shown],
     }
 
 
 # --- groups --------------------------------------------------------------------------------------
-_GROUP_FIELDS = ("state", "n", "why", "full_id", "ready_id", "version")
+_GROUP_FIELDS = ("state", "why", "full_id", "ready_id", "version")
 
 
 def groups(
@@ -274,7 +272,7 @@ def groups(
 
 
 def _member_fields(n: int) -> tuple[str, ...]:
-    return tuple(f"{kind}{i}" for kind in "hfe" for i in range(n))
+    return tuple(f"{kind}{i}" for kind in "he" for i in range(n))
 
 
 def _body_fields(n: int, *, text: bool) -> tuple[Arg, ...]:
@@ -283,16 +281,15 @@ def _body_fields(n: int, *, text: bool) -> tuple[Arg, ...]:
 
 
 def _parse_group(gid: str, n: int, row: list[Any], *, prompts: bool) -> StoredGroup:
-    state, _, why, full_id, ready_id, version = row[:6]
-    at = 7 if prompts else 6
-    finals, texts = row[at + n : at + 2 * n], row[at + 2 * n : at + 3 * n]
+    state, why, full_id, ready_id, version = row[:5]
+    at = 6 if prompts else 5
     return StoredGroup(
         group_index=gid,
         n=n,
         state=_text(state or b""),
-        prompt=row[6] if prompts else None,
+        prompt=row[5] if prompts else None,
         headers=row[at : at + n],
-        errors=[_error(final, text) for final, text in zip(finals, texts, strict=True)],
+        errors=[_error(value) for value in row[at + n : at + 2 * n]],
         why=_text(why or b""),
         full_id=_text(full_id or b""),
         ready_id=_text(ready_id or b""),
@@ -300,10 +297,12 @@ def _parse_group(gid: str, n: int, row: list[Any], *, prompts: bool) -> StoredGr
     )
 
 
-def _error(final: bytes | None, text: bytes | None) -> tuple[str, str] | None:
-    if final is None or not final.startswith(_FAILED):
+def _error(value: bytes | None) -> tuple[str, str] | None:
+    """Read `reason text` of a member that failed for good."""
+    if value is None:
         return None
-    return _text(final[len(_FAILED) :]), (text or b"").decode(errors="replace")
+    reason, _, text = value.decode(errors="replace").partition(" ")
+    return reason, text
 
 
 @dataclass(frozen=True, slots=True)

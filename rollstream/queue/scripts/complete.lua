@@ -14,7 +14,7 @@ local function land(gid, i, token, header, body, text)
   if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then
     return call('HGET', g, 'f' .. i) == token and 'dup' or 'fenced'
   end
-  local row = call('HMGET', g, 'state', 'left', 'n', 'k' .. i)
+  local row = call('HMGET', g, 'state', 'left', 'k' .. i)
   if row[1] ~= 'open' then return 'fenced' end
   local size = #header + #body + #text
   max_bytes = max_bytes or tonumber(call('HGET', M, 'max_body') or math.huge)
@@ -29,11 +29,11 @@ local function land(gid, i, token, header, body, text)
   else
     call('HSET', body_key(gid), i, body, 'x' .. i, text)
   end
-  if row[4] then
+  if row[3] then
     call('HDEL', g, 'k' .. i)
     call('HDEL', body_key(gid), 'p' .. i)
   end
-  if left == 0 then group_full(gid, g, row[3]) end
+  if left == 0 then group_full(gid, g) end
   return left
 end
 

@@ -20,11 +20,11 @@ if kind == 'back' then
   return 'back'
 end
 local attempts = call('HINCRBY', g, 'a' .. i, 1)
-call('HSET', g, 'e' .. i, text)
 call('HINCRBY', K .. 'c', 'attempts', 1)
 if kind == 'final' or attempts >= tonumber(run.max_attempts) then
   fail_member(gid, g, i, reason, text)
   return 'failed'
 end
+call('HSET', g, 'r' .. i, reason .. ' ' .. text) -- for people who look at a live group
 send_back(gid, g, i, due)
 return 'again'

@@ -73,17 +73,21 @@ if not repeated then
   end
 end
 
-local groups, members_of = {}, {}
+-- Places in `ids` by group, groups in the order of their first place.
+local groups, places_of, member_at = {}, {}, {}
 for place, id in ipairs(ids) do
   local gid, i = split_member(id)
-  if not members_of[gid] then
-    members_of[gid] = {}
+  member_at[place] = i
+  local places = places_of[gid]
+  if not places then
+    places = {}
+    places_of[gid] = places
     groups[#groups + 1] = gid
   end
-  local token = worker .. '-' .. call_no .. '-' .. place
-  table.insert(members_of[gid], {i = i, id = id, token = token, lease_id = id .. ':' .. token})
+  places[#places + 1] = place
 end
 
+local token_prefix = worker .. '-' .. call_no .. '-'
 local expires, leases = int(clock + tonumber(run.lease_ms)), {}
 
 -- The group's deadline and its version begin with its first lease.
@@ -95,19 +99,14 @@ local function first_lease(gid, g, timeout_ms)
   return deadline
 end
 
-local function lease_member(member, tokens)
-  leases[#leases + 1] = expires
-  leases[#leases + 1] = member.lease_id
-  tokens[#tokens + 1] = 't' .. member.i
-  tokens[#tokens + 1] = member.token
-  if is_suspect[member.id] then held[#held + 1] = member.lease_id end
-end
-
 local function lease_group(gid)
-  local g, members = group_key(gid), members_of[gid]
+  local g, places = group_key(gid), places_of[gid]
   local names = {'state', 'n', 'deadline', 'timeout_ms', 'prompt'}
-  for _, member in ipairs(members) do
-    for _, kind in ipairs({'a', 'x', 'k'}) do names[#names + 1] = kind .. member.i end
+  for _, place in ipairs(places) do
+    local i = member_at[place]
+    names[#names + 1] = 'a' .. i
+    names[#names + 1] = 'x' .. i
+    names[#names + 1] = 'k' .. i
   end
   local values = call('HMGET', g, unpack(names))
   if values[1] ~= 'open' then return nil end
@@ -115,8 +114,8 @@ local function lease_group(gid)
   if not repeated then
     deadline = deadline or first_lease(gid, g, timeout_ms)
     if deadline > 0 and deadline <= run_clock then
-      for _, member in ipairs(members) do
-        fail_member(gid, g, member.i, 'deadline', 'the deadline of the group passed')
+      for _, place in ipairs(places) do
+        fail_member(gid, g, member_at[place], 'deadline', 'the deadline of the group passed')
       end
       return nil
     end
@@ -126,12 +125,23 @@ local function lease_group(gid)
     remaining = math.max(0, math.min(deadline - run_clock, timeout_ms))
   end
   local row, tokens = {gid, tonumber(values[2]), remaining, values[5]}, {}
-  for j, member in ipairs(members) do
-    if not repeated then lease_member(member, tokens) end
-    if not repeated or call('ZSCORE', K .. 'l', member.lease_id) then
-      row[#row + 1] = tonumber(member.i)
-      row[#row + 1] = member.token
-      for kind = 0, 2 do row[#row + 1] = tonumber(values[3 * j + 3 + kind]) or 0 end
+  for j, place in ipairs(places) do
+    local i, id, token = member_at[place], ids[place], token_prefix .. place
+    local lease_id = id .. ':' .. token
+    if not repeated then
+      leases[#leases + 1] = expires
+      leases[#leases + 1] = lease_id
+      tokens[#tokens + 1] = 't' .. i
+      tokens[#tokens + 1] = token
+      if is_suspect[id] then held[#held + 1] = lease_id end
+    end
+    if not repeated or call('ZSCORE', K .. 'l', lease_id) then
+      local at, value = #row, 3 * j + 3
+      row[at + 1] = tonumber(i)
+      row[at + 2] = token
+      row[at + 3] = tonumber(values[value]) or 0
+      row[at + 4] = tonumber(values[value + 1]) or 0
+      row[at + 5] = tonumber(values[value + 2]) or 0
     end
   end
   if #tokens > 0 then call('HSET', g, unpack(tokens)) end

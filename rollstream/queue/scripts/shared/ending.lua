@@ -35,7 +35,7 @@ local function remember_drop(gid, g, row, reason, detail)
                   'state', row.state or '', 'why', row.why or ''}
   local names = {}
   for i = 0, math.min(tonumber(row.n or 0), PAST_MEMBERS) - 1 do
-    for _, kind in ipairs({'f', 'h', 'e'}) do names[#names + 1] = kind .. i end
+    for _, kind in ipairs({'h', 'e'}) do names[#names + 1] = kind .. i end
   end
   if #names > 0 then
     local values = call('HMGET', g, unpack(names))

@@ -5,8 +5,8 @@ local SUSPECT_CRASHES = 2
 local function split_member(id) return string.match(id, '^(.*):(%d+)$') end
 local function split_lease(id) return string.match(id, '^(.*):(%d+):([^:]*)$') end
 
-local function group_full(gid, g, n)
-  local message = call('XADD', K .. 'full', '*', 'g', gid, 'n', n)
+local function group_full(gid, g)
+  local message = call('XADD', K .. 'full', '*', 'g', gid, 'n', call('HGET', g, 'n'))
   call('HSET', g, 'state', 'full', 'full_id', message)
   call('ZREM', K .. 'dl', gid) -- only an open group has a deadline
 end
@@ -14,12 +14,12 @@ end
 -- One member failed for good; the caller took it from its set.
 local function fail_member(gid, g, i, reason, text)
   local left = call('HINCRBY', g, 'left', -1)
-  call('HSET', g, 'f' .. i, 'x:' .. reason, 'e' .. i, text)
+  call('HSET', g, 'f' .. i, 'x:' .. reason, 'e' .. i, reason .. ' ' .. text)
   call('HSETNX', g, 'why', reason)
   call('HINCRBY', g, 'failed', 1)
   if call('HDEL', g, 'k' .. i) == 1 then call('HDEL', body_key(gid), 'p' .. i) end
   call('HINCRBY', K .. 'c', 'member_failed:' .. reason, 1)
-  if left == 0 then group_full(gid, g, call('HGET', g, 'n')) end
+  if left == 0 then group_full(gid, g) end
 end
 
 -- The member waits again: until `due` on the queue clock, or at once where it is nil.
