@@ -35,7 +35,7 @@ KEYS = [
     "audit",
 ]
 ZERO = ("lost", "twice", "token_mismatches", "accounting_difference")
-pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("demo")]
+pytestmark = pytest.mark.timeout(150)
 
 
 def environment() -> dict[str, str]:

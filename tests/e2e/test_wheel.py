@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 CLIENT_PACKAGES = ("redis", "hiredis", "msgpack", "numpy")
 _OURS = ("PYTHON", "VIRTUAL_ENV", "ROLLSTREAM_")
 _CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.xdist_group("wheel")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 300) -> str:
