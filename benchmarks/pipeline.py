@@ -148,7 +148,7 @@ def start(*command: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
 
 # --- the roles -----------------------------------------------------------------------------------
 def play(asked: argparse.Namespace) -> None:
-    profile = cProfile.Profile() if asked.profile else None
+    profile = cProfile.Profile(time.process_time) if asked.profile else None
     if profile is not None:
         profile.enable()
     if asked.role == "worker":
@@ -161,7 +161,7 @@ def play(asked: argparse.Namespace) -> None:
 
         stats = pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime")
         print(f"--- {asked.role}", file=sys.stderr)
-        stats.print_stats(28)
+        stats.print_stats(40)
 
 
 async def work(url: str, mean_s: float) -> None:  # noqa: PLR0915 - it puts the parts together

@@ -9,6 +9,7 @@ Axes: L all tokens of the trajectory, R = response_length (everything after the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -328,9 +329,12 @@ class Sample:
 def _all_finite(values: LogProbs) -> bool:
     # A sum of squares is finite only where every value is, and BLAS is the quickest look; a sum
     # that overflows says nothing.
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.dot(values, values)
-    return bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
+    try:
+        if math.isfinite(np.dot(values, values)):
+            return True
+    except RuntimeWarning:
+        pass
+    return bool(np.isfinite(values).all())
 
 
 def _slots_dict(record: Any) -> dict[str, Any]:

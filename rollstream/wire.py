@@ -322,6 +322,8 @@ def _encode_calls(calls: list[Call]) -> list[Any]:
     """Calls as columns: a trajectory of many turns repeats all but ids, spans and seeds."""
     if not calls:
         return [[], [], [], {}]
+    if len(calls) == 1:
+        return _encode_one_call(calls[0])
     columns = map(list, zip(*map(_call_values, calls), strict=True))
     starts, ends, versions, samplings, *plain = columns
     spans = [
@@ -330,6 +332,15 @@ def _encode_calls(calls: list[Call]) -> list[Any]:
     ]
     named = {name: _column(values) for name, values in zip(_CALL_PLAIN, plain, strict=True)}
     return [starts, ends, spans, {**named, "sampling": _sampling_columns(samplings)}]
+
+
+def _encode_one_call(call: Call) -> list[Any]:
+    """Columns of one value each: most trajectories are a single call."""
+    start, end, versions, sampling, *plain = _call_values(call)
+    whole = len(versions) == 1 and (versions[0][1], versions[0][2]) == (start, end)
+    named: dict[str, Any] = {n: [v] for n, v in zip(_CALL_PLAIN, plain, strict=True)}
+    named["sampling"] = {n: [v] for n, v in sampling.items()} if sampling else [sampling]
+    return [[start], [end], [versions[0][0] if whole else versions], named]
 
 
 def _column(values: list[Any]) -> list[Any]:

@@ -187,8 +187,15 @@ def new_sample(work: Work) -> Sample:
 
 def own_copy(value: Any) -> Any:
     """Return `value` with every list and dictionary in it copied (records are plain data)."""
+    if not value:  # an empty list or dictionary may still be filled by whoever has it
+        return type(value)() if isinstance(value, list | dict) else value
     if isinstance(value, dict):
-        return {key: own_copy(item) for key, item in value.items()}
+        return {
+            key: item if isinstance(item, _ATOMS) else own_copy(item) for key, item in value.items()
+        }
     if isinstance(value, list):
-        return [own_copy(item) for item in value]
+        return [item if isinstance(item, _ATOMS) else own_copy(item) for item in value]
     return value
+
+
+_ATOMS = (str, int, float, bytes, type(None))

@@ -44,6 +44,8 @@ from .work import (
 
 ABORTING = "aborting"
 """The state of a run whose groups are being dropped: nothing that it runs counts any more."""
+GATHER_S = 0.002
+"""How long free slots wait for more of them while results are on their way."""
 BELL_WAIT_S = 0.5
 IDLE_WAIT_S = 0.2
 WATCH_INTERVAL_S = 0.1
@@ -107,6 +109,7 @@ class Shift:
         self._refused: set[str] = set()
         self._strays: set[asyncio.Task[None]] = set()
         self._said = ""
+        self._worthwhile = min(32, limits.slots // 4)
         metrics.concurrency_limit.set(limits.slots)
 
     # --- leasing ---------------------------------------------------------------------------------
@@ -123,6 +126,11 @@ class Shift:
             if self._view.state == ABORTING:
                 self.cancel_all(Cause.RUN_ENDED)
             free = self._limits.slots - len(self._works)
+            if 0 < free < self._worthwhile and self.submitter.num_unanswered > free:
+                # More slots are about to come free: one call for them all.
+                await self._wait(self._freed, GATHER_S)
+                self._freed.clear()
+                free = self._limits.slots - len(self._works)
             if free <= 0:
                 await self._wait(self._freed, IDLE_WAIT_S)
                 self._freed.clear()

@@ -50,6 +50,7 @@ class Submitter:
     def __init__(self, queue: Queue, link: Link, landed: Landed) -> None:
         self._queue, self._link, self._landed = queue, link, landed
         self._backlog: deque[_Result] = deque()
+        self._num_sent = 0
         self._some = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -72,9 +73,9 @@ class Submitter:
         self._some.set()
 
     @property
-    def num_waiting(self) -> int:
-        """Results that are not written yet."""
-        return len(self._backlog)
+    def num_unanswered(self) -> int:
+        """Results that wait, or whose answer has not come yet."""
+        return len(self._backlog) + self._num_sent
 
     async def drained(self) -> None:
         """Wait until every result was answered."""
@@ -107,6 +108,7 @@ class Submitter:
     async def _send(self, batch: list[_Result]) -> None:
         """Send one batch until it is answered."""
         while True:
+            self._num_sent = len(batch)
             for result in batch:
                 result.work.sent = True
             try:
@@ -121,6 +123,7 @@ class Submitter:
                 return
             else:
                 self._link.worked()
+                self._num_sent = 0
                 for result, outcome in zip(batch, outcomes, strict=True):
                     self._landed(result.work, outcome)
                 return

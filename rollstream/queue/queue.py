@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import redis.asyncio
-from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
-from redis.exceptions import NoScriptError
+from redis.exceptions import ResponseError
 
 from rollstream.queue import reads
 from rollstream.queue.calls import ScriptCall
@@ -94,13 +93,7 @@ class Queue:
         Raises:
             redis.exceptions.RedisError: the server refused it, or cannot be reached.
         """
-        command = evalsha(self._scripts[call.script], self.prefix, call)
-        try:
-            reply = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]
-        except NoScriptError:
-            await self._load({call.script})
-            reply = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]
-        return call.parse(reply)
+        return (await self.call_many((call,)))[0]
 
     async def call_many(self, calls: Sequence[ScriptCall[T]]) -> list[T]:
         """Run scripts in one round trip, in order.
@@ -237,10 +230,28 @@ class Queue:
     async def _send(
         self, commands: Sequence[Command], client: redis.asyncio.Redis | None = None
     ) -> list[Any]:
-        """Send commands in one round trip; errors of single commands stand among the replies."""
-        pool = (client or self.client).connection_pool
-        # No response callbacks: replies stay as they are on the wire.
-        async with Pipeline(pool, {}, transaction=False, shard_hint=None) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            return await pipeline.execute(raise_on_error=False)
+        """Send commands in one round trip; errors of single commands stand among the replies.
+
+        On a pooled connection, without redis-py's pipeline: that costs as much again.
+        """
+        pool: Any = (client or self.client).connection_pool
+        connection = await pool.get_connection()
+        try:
+            replies: list[Any] = await connection.retry.call_with_retry(
+                lambda: _exchange(connection, commands), lambda _: connection.disconnect()
+            )
+            return replies
+        finally:
+            await pool.release(connection)
+
+
+async def _exchange(connection: Any, commands: Sequence[Command]) -> list[Any]:
+    """Write all commands, then read all replies; whatever interrupts that closes the connection."""
+    await connection.send_packed_command(connection.pack_commands(commands))
+    replies: list[Any] = []
+    for _ in commands:
+        try:
+            replies.append(await connection.read_response())
+        except ResponseError as error:
+            replies.append(error)
+    return replies

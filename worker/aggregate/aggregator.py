@@ -9,6 +9,7 @@ rather than tried for ever.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ CONSUMER = "aggregator"
 """One fixed name for all aggregators: names per process would pile up for ever in Redis."""
 BATCH = 32
 BLOCK_S = 0.5
+BUSY_GROUPS = 3
+GATHER_S = 0.003
 TRIES = 3
 
 log = structlog.get_logger("aggregator")
@@ -76,6 +79,9 @@ class Aggregator:
             )
             if entries:
                 await self.judge_entries(entries)
+            if len(entries) >= BUSY_GROUPS:
+                # Many end at once: a moment's wait makes one batch of what would be several.
+                await asyncio.sleep(GATHER_S)
 
     async def _take_over(self) -> None:
         while True:

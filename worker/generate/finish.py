@@ -34,6 +34,7 @@ _REASON_OF_FINISH: dict[str, StopReason] = {
     Finish.LENGTH: StopReason.TURN_LENGTH,
     Finish.ABORT: StopReason.ABORT_WEIGHTS,
 }
+_DTYPES = [(name, np.dtype(dtype)) for name, dtype in ARRAY_DTYPES.items()]
 _BASE_OF = {"i": "integers", "u": "integers", "f": "numbers"}
 
 
@@ -88,9 +89,10 @@ def _leaves_of(output: Any) -> list[Sample]:
 
 def _complete(leaf: Sample, pending: Sample, decode: Decode | None) -> None:
     _claim(leaf, pending)
-    for name, dtype in ARRAY_DTYPES.items():
+    for name, dtype in _DTYPES:
         values = getattr(leaf, name)
-        if values is not None:
+        # Arrays that are what they should be, as all of ours are, cost one look.
+        if values is not None and getattr(values, "dtype", None) is not dtype:
             setattr(leaf, name, _cast(name, values, dtype))
     if leaf.loss_mask is None:
         leaf.loss_mask = (
@@ -125,13 +127,12 @@ def _claim(leaf: Sample, pending: Sample) -> None:
         leaf.sampling = dict(pending.sampling)
 
 
-def _cast(name: str, values: Any, dtype: str) -> Any:
+def _cast(name: str, values: Any, wanted: np.dtype[Any]) -> Any:
     array = np.asarray(values)
-    if array.dtype == dtype:
-        return np.ascontiguousarray(array)
+    if array.dtype == wanted:
+        return array
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}, expected one dimension")
-    wanted = np.dtype(dtype)
     if array.size and array.dtype.kind not in ("f" if wanted.kind == "f" else "") + "iub":
         raise ValueError(f"{name} holds {array.dtype}, expected {_BASE_OF[wanted.kind]}")
     cast = array.astype(wanted)

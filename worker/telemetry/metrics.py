@@ -11,9 +11,10 @@ The hot path adds to plain counters and lists; `flush`, once a second, moves the
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
 import prometheus_client as prom
 
 from rollstream.errors import STATUS_OF, DropReason, StopReason
@@ -202,13 +203,8 @@ class Metrics:
         _move(self._turns, self._turn_children)
         _move(self._tokens, self._token_children)
         for name, values in self._spans.items():
-            observe = self._span_children[name].observe
-            for value in values:
-                observe(value)
-            values.clear()
-        for value in self._lags:
-            self.loop_lag.observe(value)
-        self._lags.clear()
+            _observe_all(self._span_children[name], SECONDS_BUCKETS, values)
+        _observe_all(self.loop_lag, LAG_BUCKETS, self._lags)
 
     def engine_state(self, engine: int, *, up: bool, totals: Mapping[str, int]) -> None:
         """Publish one engine's state; `totals` are the client's own running counts by outcome."""
@@ -239,3 +235,17 @@ def _move(tally: Tally[K], children: dict[K, prom.Counter]) -> None:
         if child is not None:
             child.inc(count)
     tally.clear()
+
+
+def _observe_all(child: prom.Histogram, buckets: Sequence[float], values: list[float]) -> None:
+    """Observe many values at once: one search for all, where `observe` costs 0.8 µs for each.
+
+    A histogram of prometheus-client keeps a count per bucket, not yet summed up.
+    """
+    if values:
+        counts = np.bincount(np.searchsorted(buckets, values), minlength=len(buckets) + 1)
+        for bucket, count in zip(child._buckets, counts.tolist(), strict=True):
+            if count:
+                bucket.inc(count)
+        child._sum.inc(sum(values))
+        values.clear()
