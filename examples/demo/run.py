@@ -72,7 +72,10 @@ class Demo:
             cast = assemble(self.options, redis_url=url, run=self.run_name, folder=folder)
             queue = BlockingQueue.connect(url, self.run_name)
             try:
-                return self._act(cast, queue, url, folder)
+                outcome = self._act(cast, queue, url, folder)
+                if not outcome.wrong:
+                    forget_run(queue)
+                return outcome
             finally:
                 stop_all(cast.everyone)
                 queue.close()
@@ -261,6 +264,12 @@ def lost_groups(queue: BlockingQueue, enqueued: int, trained: list[int]) -> set[
     dropped = {int(drop["group_index"]) for drop in queue.past(10_000)}
     live = {int(gid) for gid in queue.client.smembers(f"{queue.prefix}gs")}
     return set(range(enqueued)) - set(trained) - dropped - live
+
+
+def forget_run(queue: BlockingQueue) -> None:
+    """Remove what an ended run leaves on a server that may be somebody's; a failed one stays."""
+    for key in list(queue.client.scan_iter(match=f"{queue.prefix}*", count=1000)):
+        queue.client.unlink(key)
 
 
 def new_folder(run_name: str) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from examples.devserver import die_with_parent, free_port
 
@@ -43,11 +44,11 @@ def environment() -> dict[str, str]:
     return clean | {"PYTHONWARNINGS": "ignore"}
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "examples.demo", *arguments],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -124,6 +125,15 @@ def test_demo_on_a_given_engine_audits_the_recorded_bytes(engine: str, vocabular
     found = line_of(demo("--json", "--batches", "2", *arguments))
     assert found["audit"] == "wire"
     assert found["samples"] >= 128
+
+
+@pytest.mark.slow
+def test_demo_on_a_given_server_leaves_nothing_of_its_run(
+    valkey_url: str, vocabulary: Path
+) -> None:
+    line_of(demo("--json", "--batches", "1", ROLLSTREAM_REDIS__URL=valkey_url))
+    with redis.Redis.from_url(valkey_url) as client:
+        assert list(client.scan_iter("rs:{demo-*")) == []
 
 
 def children_of(pid: int) -> set[int]:
