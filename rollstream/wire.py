@@ -363,6 +363,8 @@ def _decode_calls(record: list[Any]) -> list[Call]:
     count = len(starts)
     if count == 0:
         return []
+    if count == 1:
+        return [_decode_one_call(starts[0], ends[0], spans[0], columns)]
     versions = [
         [(v, start, end)] if isinstance(v, int) else [(row[0], row[1], row[2]) for row in v]
         for v, start, end in zip(spans, starts, ends, strict=True)
@@ -372,6 +374,21 @@ def _decode_calls(record: list[Any]) -> list[Call]:
     for name in _CALL_PLAIN:
         values[name] = _spread(columns.get(name, _CALL_DEFAULTS.get(name, ())), count)
     return list(map(Call, *(values[name] for name in _CALL_NAMES)))
+
+
+def _decode_one_call(start: int, end: int, span: Any, columns: dict[str, Any]) -> Call:
+    sampling = columns.get("sampling", [{}])
+    return Call(
+        start=start,
+        end=end,
+        versions=[(span, start, end)]
+        if isinstance(span, int)
+        else [(row[0], row[1], row[2]) for row in span],
+        sampling={name: column[0] for name, column in sampling.items()}
+        if isinstance(sampling, dict)
+        else dict(sampling[0]),
+        **{name: columns[name][0] for name in _CALL_PLAIN if name in columns},
+    )
 
 
 def _spread(column: Any, count: int) -> list[Any]:
