@@ -276,7 +276,7 @@ def train(url: str, *, latency: bool) -> None:
             for group in batch:
                 flat = group.flat()
                 samples += len(flat)
-                last = max(sample.metadata["lifecycle"]["attempt_end"] for sample in flat)
+                last = max(sample.metadata["attempt"]["attempt_end"] for sample in flat)
                 waits.append((now - last) * 1e3)
             batch.ack()
             ended = time.time()

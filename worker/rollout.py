@@ -84,7 +84,7 @@ class Rollout:
             work.lifecycle["attempt_end"] = time.time()
         if ending.trajectory is not None:
             first = leaves_of(ending.trajectory)[0]
-            first.metadata["lifecycle"] = work.lifecycle
+            first.metadata["attempt"] = work.lifecycle
             if not first.spans:
                 first.spans = work.spans.spans
         return ending

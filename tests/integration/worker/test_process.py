@@ -175,3 +175,18 @@ async def test_a_worker_ends_with_the_reason_of_a_run_that_failed(
         code = await asyncio.to_thread(one.process.wait, 18)
     assert code == 1
     assert "the run failed: the engine speaks Klingon" in one.log.read_text()
+
+
+async def test_an_aggregator_of_its_own_needs_neither_engine_nor_tokenizer(
+    run: Run, tmp_path: Path
+) -> None:
+    given = {"redis.url": run.url, "run.name": run.queue.run, "worker.role": "aggregator"}
+    rollouts = run.worker()
+    rollouts.start(aggregate=False)
+    for g in range(3):
+        await run.enqueue(g, N)
+    with workers(tmp_path, 1, given) as (one,):
+        await all_ready(run, 3)
+        one.process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(one.process.wait, 15)
+    assert code == 0, one.log.read_text()

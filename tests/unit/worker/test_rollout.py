@@ -50,7 +50,7 @@ async def test_an_attempt_that_succeeds_keeps_its_whole_lifecycle() -> None:
     assert (ending.report, ending.stop_reason) == (Report.COMPLETE, StopReason.STOP)
     assert list(work.lifecycle) == ALL_THREE
     assert sorted(work.lifecycle.values()) == list(work.lifecycle.values())
-    assert sample.metadata["lifecycle"] == work.lifecycle
+    assert sample.metadata["attempt"] == work.lifecycle
     assert [span.name for span in sample.spans] == ["queue_wait"]
 
 
