@@ -255,7 +255,7 @@ class Worker:
                 break
         if self._shift is not None:
             self._shift.stop()
-        await asyncio.wait((working,), timeout=self._settings.worker.drain_s)
+            await asyncio.wait((working,), timeout=self._settings.worker.drain_s or REPORT_S)
         return ""
 
     async def _wait_for_run(self) -> bool:
