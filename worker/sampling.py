@@ -1,13 +1,14 @@
 """Sampling parameters of a call, and the seed that makes it repeatable.
 
-Owns `Sampling`, `call_seed` and the list of parameters that leave the distribution. Never talks to
-an engine: each engine names these in its own words. Invariant: `Sampling` is the *effective* set,
-so what `Call.sampling` records is what the engine was asked for.
+Owns `Sampling`, `call_seed`, `request_kwargs` and the list of parameters that leave the
+distribution. Never talks to an engine: each engine names these in its own words. Invariant:
+`Sampling` is the *effective* set, so what `Call.sampling` records is what the engine was asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -55,6 +56,29 @@ class Sampling:
         plain = {name: getattr(self, name) for name in _ORDER}
         plain["stop"], plain["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
         return plain
+
+
+_CHAT_WORDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
+               "sampling_seed": "seed"}  # fmt: skip
+_CHAT_PARAMETERS = frozenset(
+    "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty "
+    "max_tokens max_completion_tokens min_tokens stop stop_token_ids seed logit_bias ignore_eos "
+    "skip_special_tokens no_stop_trim logprobs top_logprobs tools tool_choice "
+    "parallel_tool_calls response_format chat_template_kwargs".split()
+)
+
+
+def request_kwargs(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters in the words of a chat completions request, for an agent.
+
+    Ours and SGLang's names become OpenAI's, unless the latter is given too. What such a request
+    does not know, `model`, `messages` and None values are left out.
+    """
+    words = {name: value for name, value in sampling.items() if value is not None}
+    for name, word in _CHAT_WORDS.items():
+        if name in words:
+            words.setdefault(word, words[name])
+    return {name: value for name, value in words.items() if name in _CHAT_PARAMETERS}
 
 
 _ORDER = tuple(f.name for f in fields(Sampling))

@@ -43,10 +43,11 @@ class _MultiTurn:
         self.given = given
         self.rollout = LinearRollout(given)
         self.specs = tool_specs(given.tools)
-        self.calls: list[dict[str, Any]] = []
-        self.problems: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
-        self.abnormal_ends = 0
+        noted = self.rollout.noted
+        self.calls: list[dict[str, Any]] = noted("tool_calls", list)
+        self.problems: Counter[str] = Counter(noted("malformed_calls", dict))
+        self.errors: Counter[str] = Counter(noted("tool_errors", dict))
+        self.abnormal_ends = noted("abnormal_ends", int)
 
     async def run(self) -> GenerateOutput:
         reason = await self._turns()
@@ -67,7 +68,7 @@ class _MultiTurn:
         while True:
             reply = await self.rollout.call()
             if reply.completion is not None:
-                self.rollout.keep_reply(reply.completion)
+                self.rollout.keep_reply()
             if reply.ended is not None or reply.completion is None:
                 return reply.ended or StopReason.STOP
             message = await self._parse()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rollstream.errors import STATUS_OF, EngineFault, Status, StopReason
 from rollstream.sample import Message, Sample
@@ -24,6 +24,7 @@ from ..tito.trajectory import Trajectory
 from ..types import Completion, Finish, GenerateInput, GenerateOutput
 from .budget import Room, effective, room_left
 
+Kind = TypeVar("Kind")
 _FRESH = (Status.PENDING, Status.ABORTED)
 
 
@@ -54,11 +55,12 @@ class LinearRollout:
         self.given = given
         self.sample: Sample = copy.copy(pending)
         self.sample.metadata = dict(pending.metadata)
-        resumed = len(pending.tokens) > 0
+        self.is_resumed = len(pending.tokens) > 0
+        """Whether an earlier attempt left tokens that this one goes on from."""
         stop_ids = given.renderer.stop_token_ids
         self.trajectory = (
             Trajectory.from_sample(pending, stop_ids, given.prompt)
-            if resumed
+            if self.is_resumed
             else Trajectory(given.prompt, stop_ids)
         )
         calls = self.trajectory.calls
@@ -66,7 +68,8 @@ class LinearRollout:
         """The version at the first call: later calls find the cache of the earlier ones."""
         self.turn = sum(call.finish != Finish.ABORT for call in calls)
         """The turn that the next call belongs to, from 0; a resumed one goes on."""
-        self.messages: list[Message] = []
+        asked = len(as_messages(pending.prompt))
+        self.messages: list[Message] = self.noted("messages", list)[asked:]
         """The conversation behind the prompt, where `debug_messages` asks for it."""
 
     def room(self) -> Room:
@@ -149,6 +152,11 @@ class LinearRollout:
         closing = (*given.renderer.stop_token_ids, *given.sampling.stop_token_ids)
         return len(completion.ids) > 0 and int(completion.ids[-1]) in closing
 
+    def noted(self, key: str, kind: type[Kind]) -> Kind:
+        """Return a copy of what an earlier attempt of a resumed trajectory noted, else nothing."""
+        value = self.sample.metadata.get(key) if self.is_resumed else None
+        return kind(value) if isinstance(value, kind) else kind()  # type: ignore[call-arg]
+
     def note(self, key: str, value: Any) -> None:
         """Put one fact about the rollout into the sample's metadata."""
         self.sample.metadata[key] = value
@@ -164,13 +172,15 @@ class LinearRollout:
             sample.metadata["messages"] = [*as_messages(sample.prompt), *self.messages]
         return GenerateOutput(sample)
 
-    def keep_reply(self, completion: Completion) -> None:
+    def keep_reply(self) -> None:
         """Add the assistant's turn, tool-call markup kept, to the messages for people."""
         if not self.given.debug_messages:
             return
-        ids = completion.ids
+        ids = self.trajectory.last_completion()
         if len(ids) and int(ids[-1]) in self.given.renderer.stop_token_ids:
             ids = ids[:-1]
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages.pop()  # the same turn, as far as an earlier attempt had got
         self.messages.append({"role": "assistant", "content": self.given.renderer.decode(ids)})
 
 

@@ -24,7 +24,7 @@ async def single_turn(given: GenerateInput) -> GenerateOutput:
     rollout = LinearRollout(given)
     reply = await rollout.call()
     if reply.completion is not None:
-        rollout.keep_reply(reply.completion)
+        rollout.keep_reply()
     output = await rollout.finish(reply.ended or StopReason.STOP)
     if reply.ended is StopReason.PROMPT_TOO_LONG:
         # As in the reference: a prompt that was never sent is no trajectory.
