@@ -105,6 +105,7 @@ class Shift:
         self._works: dict[str, Work] = {}
         self._freed = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._ringing: asyncio.Task[bool] | None = None
         self._call_no = 0
         self._refused: set[str] = set()
         self._strays: set[asyncio.Task[None]] = set()
@@ -144,6 +145,8 @@ class Shift:
     def stop(self) -> None:
         """Lease nothing more."""
         self._stopping.set()
+        if self._ringing is not None:
+            self._ringing.cancel()
 
     async def _lease(self, limit: int) -> None:
         # A lost answer is asked for again under the same number: then it is the same answer.
@@ -158,11 +161,24 @@ class Shift:
             return
         self._said = ""
         if not answer.groups:
-            await self._link.answered(lambda: self._queue.wait_bell(BELL_WAIT_S))
+            await self._wait_for_work()
             return
         now_mono, now_unix = time.monotonic(), time.time()
         for group in answer.groups:
             self._take(group, now_mono, now_unix)
+
+    async def _wait_for_work(self) -> None:
+        """Wait for the bell; `stop` ends the wait."""
+        self._ringing = asyncio.create_task(
+            self._link.answered(lambda: self._queue.wait_bell(BELL_WAIT_S))
+        )
+        try:
+            await asyncio.wait((self._ringing,))
+            if not self._ringing.cancelled():
+                self._ringing.result()
+        finally:
+            self._ringing.cancel()
+            self._ringing = None
 
     async def _idle(self, state: str) -> None:
         if state == LOST:
