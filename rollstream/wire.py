@@ -46,7 +46,6 @@ _CALL_NAMES = tuple(f.name for f in fields(Call))
 _CALL_PLAIN = tuple(n for n in _CALL_NAMES if n not in ("start", "end", "versions", "sampling"))
 _CALL_DEFAULTS = {f.name: (f.default,) for f in fields(Call) if f.default is not MISSING}
 _call_values = operator.attrgetter("start", "end", "versions", "sampling", *_CALL_PLAIN)
-_BODY_FIELD_SET = frozenset(_BODY_FIELDS)
 _PER_RESPONSE = tuple(name for name in ARRAY_DTYPES if name != "tokens")
 _BLOCK_DTYPES = frozenset(np.dtype(kind).newbyteorder("<").str for kind in "?bBhHiIqQefd")
 """What an array of several dimensions may hold."""
@@ -256,7 +255,9 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup) -> Sample:
         codec = _CODECS.get(name)
         if codec is not None:
             known[name] = codec[1](value)
-        elif name in _BODY_FIELD_SET:
+        elif (kinds := _KINDS.get(name)) is not None:
+            if not isinstance(value, kinds):
+                raise ValueError(f"{name} is a {type(value).__name__}, not {kinds[0].__name__}")
             known[name] = value
         elif name == "extra":
             extra.update(value)
@@ -282,8 +283,13 @@ def _check_fit(sample: Sample) -> None:
         values = getattr(sample, name)
         if values is not None and len(values) != length:
             raise ValueError(f"{name} has {len(values)} entries, response_length is {length}")
-    if not isinstance(sample.metadata, dict):
-        raise ValueError(f"metadata is a {type(sample.metadata).__name__}, expected a map")
+    calls = sample.calls
+    if calls and not count - length <= calls[0].start <= calls[-1].end <= count:
+        # Ids of another width have another count: they are told by where the calls stand.
+        raise ValueError(
+            f"calls span {calls[0].start}..{calls[-1].end}, the response is "
+            f"{count - length}..{count}"
+        )
 
 
 def _array_codec(name: str) -> _Codec:
@@ -436,6 +442,19 @@ _CODECS: dict[str, _Codec] = {
     "stop_reason": (lambda reason: reason.value, StopReason),
 }
 """Fields that are not plain MessagePack values: (to the wire, from the wire)."""
+
+
+def _kinds_of(name: str) -> tuple[type, ...]:
+    default = getattr(_DEFAULTS, name)
+    if name in ("index", "rollout_id"):
+        return (int, type(None))
+    if default is None or name == "response_length":  # which `_check_fit` looks at
+        return (object,)
+    return (float, int) if isinstance(default, float) else (type(default),)
+
+
+_KINDS = {name: _kinds_of(name) for name in _BODY_FIELDS if name not in _CODECS}
+"""What each plain field may be, the one to name first."""
 
 
 def _plan_of(name: str) -> tuple[str, Any, Callable[[Any], Any] | None, bool]:

@@ -44,7 +44,7 @@ def test_75_log_prob_survives_bit_for_bit_as_float32(value: float) -> None:
 
 
 def test_76_decoded_samples_own_their_metadata_and_the_template_is_left_alone() -> None:
-    template = a_sample(metadata={"k": 1})
+    template = Sample(group_index=0, metadata={"k": 1})
     record = TurnRecord(as_ids([1]), as_ids([2]), np.array([-0.5], np.float32), metadata={"m": 2})
     merged = merge_turns([record], template=template).sample
     assert merged is not None
@@ -100,6 +100,27 @@ def test_79_replay_arrays_keep_their_type_and_objects_are_refused() -> None:
         encode_body(sample)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"weight_versions": [1]},
+        {"teacher_log_probs": np.zeros(1, np.float32)},
+        {"opd_reverse_kl": np.zeros(1, np.float32)},
+        {"rollout_routed_experts": np.zeros((1, 2, 2), np.int32)},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_80_template_that_was_generated_is_refused_by_name_unless_there_is_nothing_to_merge(
+    field: dict[str, Any],
+) -> None:
+    template = Sample(group_index=0, **field)
+    record = TurnRecord(as_ids([1]), as_ids([2]), np.array([-0.5], np.float32))
+    with pytest.raises(ValueError, match=f"the template has {next(iter(field))} already"):
+        merge_turns([record], template=template)
+    assert merge_turns([], template=template).empty_reason == "no_records"
+    assert merge_turns([record], template=template, max_seq_len=1).sample is None
+
+
 def _damaged(change: Callable[[dict[str, Any]], object]) -> bytes:
     record = msgpack.unpackb(encode_body(a_sample()), strict_map_key=False)
     change(record)
@@ -120,6 +141,8 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
         (lambda record: record["leaves"].append({}), "scalar body with 2 leaves"),
         (_set("tokens", b"123"), "multiple of element size"),
         (_set("tokens", [1, 2]), "bytes-like"),
+        (_set("tokens", np.arange(5, dtype=np.int64).tobytes()), "calls span 3..5, .* is 8..10"),
+        (_set("tokens", np.arange(5, dtype=np.int32).tobytes()[:-4]), "calls span 3..5"),
         (_set("loss_mask", b"\1"), "loss_mask has 1 entries, response_length is 2"),
         (_set("rollout_log_probs", b"\0" * 12), "rollout_log_probs has 3 entries"),
         (_set("response_length", 6), "6 does not fit 5 tokens"),
@@ -127,6 +150,8 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
         (_set("response_length", "2"), "'2' does not fit"),
         (_set("status", "done"), "not a valid Status"),
         (_set("metadata", [1]), "metadata is a list"),
+        (_set("index", "7"), "index is a str"),
+        (_set("sampling", [1]), "sampling is a list"),
         (_set("calls", [[1]]), "not enough values"),
         (_set("rollout_routed_experts", ["|O", [1], b"12345678"]), "not raw data"),
         (_set("rollout_routed_experts", ["<i4", [7, 2], b"1234"]), "cannot reshape"),
@@ -138,6 +163,26 @@ def test_81_malformed_record_is_refused_and_says_what(
 ) -> None:
     with pytest.raises(WireError, match=what):
         decode_body(_damaged(change), GROUP)
+
+
+_MAY_BE_NULL = {"index", "rollout_id", "reward", "train_metadata", "generate_function_path",
+                "reward_spec", "routing_key", "multimodal_inputs", "multimodal_train_inputs",
+                "adapter"}  # fmt: skip
+_OF_THE_GROUP = {"group_index", "prompt", "label", "response"}
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in SAMPLE_FIELDS if n not in _MAY_BE_NULL | _OF_THE_GROUP]
+)
+def test_81_null_is_refused_for_every_field_that_has_a_value(name: str) -> None:
+    with pytest.raises(WireError, match="body of group 0"):
+        decode_body(_damaged(_set(name, None)), GROUP)
+
+
+@pytest.mark.parametrize("name", sorted(_MAY_BE_NULL))
+def test_81_null_stays_null_where_it_means_nothing_is_known(name: str) -> None:
+    sample = decode_body(_damaged(_set(name, None)), GROUP)
+    assert getattr(sample, name) is None
 
 
 @settings(max_examples=200, deadline=None)

@@ -83,6 +83,16 @@ def test_37_pair_without_masks_and_log_probs_counts_as_sampled_with_zeros() -> N
     assert _plain(merged.rollout_log_probs) == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("merge", [lambda *pair: merge_samples(*pair, _decode),
+                                   lambda *pair: fold_samples(pair, _decode)])  # fmt: skip
+def test_39_replay_data_on_one_side_is_a_fault_for_a_pair_and_for_a_fold(merge: Any) -> None:
+    # Replay data has rules of its own; until they are here no merge loses it.
+    replay = _sample([1, 2], 1, rollout_routed_experts=np.zeros((1, 2, 2), np.int32))
+    with pytest.raises(MergeFault, match="rollout_routed_experts cannot be merged") as caught:
+        merge(replay, _sample([1, 2, 20, 3], 1))
+    assert caught.value.detail == "unsupported"
+
+
 @pytest.mark.parametrize("status", [s for s in Status if s is not Status.COMPLETED])
 def test_40_fold_stops_at_a_sample_that_was_not_completed(status: Status) -> None:
     cut = _sample([1, 2, 3, 10, 11, 12], 3, status=status)
@@ -168,6 +178,8 @@ def test_47_two_records() -> None:
     sample = _merged(*R47)
     assert _plain(sample.loss_mask) == [1, 1, 0, 0, 1, 1]
     assert sample.response_length == 6
+    assert sample.tokens.tolist() == [1, 2, 3, 10, 11, 20, 21, 30, 31]
+    assert _plain(sample.rollout_log_probs) == [-0.5, -0.5, 0.0, 0.0, -0.5, -0.5]
 
 
 def test_48_three_records() -> None:
@@ -176,6 +188,7 @@ def test_48_three_records() -> None:
     )
     assert sample.response_length == 5
     assert _plain(sample.loss_mask) == [1, 0, 1, 0, 1]
+    assert sample.tokens.tolist() == [1, 2, 10, 20, 30, 40, 50]
 
 
 def test_49_prompt_that_rewrites_what_was_sampled_is_a_fault_that_says_where() -> None:
@@ -278,7 +291,7 @@ SESSION = (
     _record(
         [1, 2, 3, 10, 11, 20, 21], [30, 31], [-0.5, -1.0], versions=[(2, 0, 2)],
         cache=PrefixCacheInfo(5, 7),
-        metadata={"lifecycle": {"turn": 2, "t0": None, "prev_t1": 0.0}},
+        metadata={"lifecycle": {"turn": 2, "t0": None, "t1": 30.0, "prev_t1": 0.0}},
     ),
 )  # fmt: skip
 
@@ -293,7 +306,13 @@ def test_57_session_within_its_length_is_whole(max_seq_len: int | None) -> None:
     assert _plain(sample.rollout_log_probs) == [-0.125, -0.25, 0, 0, -0.5, -1]
     assert sample.weight_versions == [1, 2]
     assert sample.prefix_cache_info == PrefixCacheInfo(5, 10)
-    assert [turn["turn"] for turn in sample.metadata["lifecycle"]] == [1, 2]
+    assert sample.metadata["lifecycle"] == [
+        {"turn": 1, "t0": None, "t1": 0.0},
+        {"turn": 2, "t0": None, "t1": 30.0, "prev_t1": 0.0},
+    ]
+    assert (len(sample.tokens), sample.response_length) == (9, 6)
+    assert [(call.start, call.end) for call in sample.calls] == [(3, 5), (7, 9)]
+    assert (sample.status, sample.stop_reason) == (Status.COMPLETED, StopReason.STOP)
     assert (merged.num_turns, merged.left_out) == (2, 0)
 
 
@@ -304,6 +323,10 @@ def test_59_turns_beyond_the_length_are_cut_and_the_status_is_the_last_kept(
     merged = merge_turns(SESSION, max_seq_len=max_seq_len)
     assert merged.sample is not None
     assert merged.sample.tokens.tolist() == [1, 2, 3, 10, 11]
+    assert _plain(merged.sample.loss_mask) == [1, 1]
+    assert _plain(merged.sample.rollout_log_probs) == [-0.125, -0.25]
+    assert merged.sample.weight_versions == [1]
+    assert merged.sample.prefix_cache_info == PrefixCacheInfo(0, 3)
     assert merged.sample.status is Status.COMPLETED
     assert (merged.num_turns, merged.left_out) == (1, 1)
     assert merged.sample.metadata["lifecycle"]["turn"] == 1

@@ -150,7 +150,7 @@ def test_calls_come_back_as_they_were(case: str) -> None:
                 "sampling": {"t": 1.0}, **changes})
         for j, changes in enumerate(CALL_CASES[case])
     ]  # fmt: skip
-    sample = a_sample(3)
+    sample = a_sample(3, prompt_ids=(), turns=[(range(6), ())])
     sample.calls = calls
     back = wire.decode_body(wire.encode_body(sample), GROUP)
     assert isinstance(back, Sample)

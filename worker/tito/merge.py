@@ -44,6 +44,10 @@ _FINISH = {
     "length": Finish.LENGTH,
     "abort": Finish.ABORT,
 }
+_OF_TOKENS = (
+    "calls", "weight_versions", "teacher_log_probs", "opd_reverse_kl", "rollout_routed_experts",
+    "rollout_indexer_topk",
+)  # fmt: skip
 _STOP_REASON = {
     Finish.STOP: StopReason.STOP,
     Finish.LENGTH: StopReason.TURN_LENGTH,
@@ -121,7 +125,8 @@ def merge_turns(
 
     Args:
         turns: in order; each prompt holds the prompt and the output of the turn before.
-        template: gives every field that turns do not; never changed.
+        template: gives every field that turns do not; never changed, and without anything that
+            speaks of tokens itself.
         decode: gives the response text from the response's ids.
         accumulated: what the session holds at its end; the merge must arrive there.
         max_trim: how many ids at the end of a reply the session may have left out of later
@@ -131,7 +136,7 @@ def merge_turns(
     Raises:
         MergeFault: `detail` is `prefix`, `cursor`, `log_probs` or `metadata`.
         EngineFault: an unknown finish word.
-        ValueError: a record without prompt ids.
+        ValueError: a record without prompt ids, or a template that was generated already.
     """
     if not turns:
         return Merged(None, "no_records")
@@ -139,6 +144,7 @@ def merge_turns(
     kept = _num_kept(turns, prompts, max_seq_len)
     if kept == 0:
         return Merged(None, "all_truncated", left_out=len(turns))
+    _check_template(template)
     trim = 0 if accumulated is None else max_trim
     sizes = [_size_in_next(turns[k], prompts[k], prompts[k + 1], trim, k) for k in range(kept - 1)]
     sizes.append(len(turns[kept - 1].output_ids))
@@ -185,6 +191,16 @@ def _prompt_of(turn: TurnRecord, place: int) -> TokenIds:
     if turn.prompt_ids is None:
         raise ValueError(f"turn {place} has no prompt ids; record what the engine was sent")
     return as_ids(turn.prompt_ids)
+
+
+def _check_template(template: Sample | None) -> None:
+    """Refuse what the merge would silently lose, or keep for positions that it is not of."""
+    for name in _OF_TOKENS:
+        value = getattr(template, name, None)
+        if value is not None and len(value):
+            raise ValueError(
+                f"the template has {name} already; merge into a sample that was not generated"
+            )
 
 
 def _num_kept(

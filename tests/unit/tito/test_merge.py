@@ -215,7 +215,7 @@ def test_fold_of_samples_equals_the_merge_of_their_records() -> None:
 
 
 def test_merge_leaves_the_template_alone_and_shares_no_container_with_it() -> None:
-    template = a_sample(metadata={"k": 1}, extra={"x": 1})
+    template = Sample(group_index=3, index=12288, metadata={"k": 1}, extra={"x": 1})
     before = template.to_dict()
     records = [Turn([1], [2], [-0.5]).record(), Turn([1, 2, 3], [4], [-0.5]).record()]
     one, other = (merge_turns(records, template=template).sample for _ in range(2))
