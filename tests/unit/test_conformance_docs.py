@@ -1,0 +1,38 @@
+"""docs/conformance.md names tests that exist, and every case of the sections it covers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "conformance.md").read_text()
+FILES = dict(re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|$", TEXT, re.MULTILINE))
+CASES = {
+    "1": [1, 2, 3, 5, 6, 7, 9, 10, 14],
+    "2": [15, 16, 17, 18, 19, 20, 23, 25, 26, 27, 35],
+    "3": [36, 37, 39, 40, 41, 44, 45],
+    "4": [46, 47, 48, 49, 51, 53, 54, 55, 56],
+    "5": [57, 59, 60, 61],
+    "8": [75, 76, 78, 79, 80, 81],
+    "15, 16": [136, 139, 140, 142, 143, 147],
+    "A": [1, 2, 4, 6, 7, 8, 9, 10, 11],
+    "H": [95, 97, 98, 99, 100, 102, 103, 104, 110],
+}
+
+
+def test_conformance_page_names_tests_that_exist() -> None:
+    named = re.findall(r"`(\w+)::(\w+)`", TEXT)
+    assert named
+    sources = {key: (ROOT / "tests" / path).read_text() for key, path in FILES.items()}
+    assert [
+        f"{FILES[key]}::{name}" for key, name in named if f"def {name}(" not in sources[key]
+    ] == []
+    assert set(FILES) == {key for key, _ in named}
+
+
+def test_conformance_page_has_a_row_for_every_case() -> None:
+    for section, cases in CASES.items():
+        body = re.split(rf"^## {section}\. .*$", TEXT, flags=re.MULTILINE)[1].split("\n## ")[0]
+        rows = re.findall(r"^\| ([\d, ]+) \| (.+?) \|", body, re.MULTILINE)
+        assert [int(n) for numbers, _ in rows for n in numbers.split(",")] == cases
