@@ -295,7 +295,7 @@ def _check_fit(sample: Sample) -> None:
 def _array_codec(name: str) -> _Codec:
     dtype = np.dtype(ARRAY_DTYPES[name])
 
-    def encode(value: Any) -> bytes:
+    def encode(value: Any) -> bytes | memoryview:
         array = np.asarray(value)
         if array.ndim != 1:
             raise WireError(f"{name} has {array.ndim} dimensions, expected 1")
@@ -304,7 +304,8 @@ def _array_codec(name: str) -> _Codec:
             if array.size and dtype.kind != "f" and not np.array_equal(cast, array):
                 raise WireError(f"{name} holds values that {dtype.name} cannot")
             array = cast
-        return array.tobytes()
+        # MessagePack takes the memory as it lies; a strided view has to be copied first.
+        return array.data if array.flags.c_contiguous else array.tobytes()
 
     return encode, lambda raw: np.frombuffer(raw, dtype=dtype)
 

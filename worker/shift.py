@@ -108,6 +108,7 @@ class Shift:
         self._ringing: asyncio.Task[bool] | None = None
         self._call_no = 0
         self._refused: set[str] = set()
+        self._failing: asyncio.Task[None] | None = None
         self._strays: set[asyncio.Task[None]] = set()
         self._said = ""
         self._worthwhile = min(32, limits.slots // 4)
@@ -205,18 +206,31 @@ class Shift:
             log.info("suspect_leased", lease=work.lease.id, crashes=member.crashes)
         self._works[work.lease.id] = work
         work.task = asyncio.create_task(self._run(work))
-        work.task.add_done_callback(lambda task: self._task_done(work, task))
 
     # --- one member ------------------------------------------------------------------------------
     async def _run(self, work: Work) -> None:
-        ending = await self._rollout.run(work)
-        if work.cause in (Cause.LOST, Cause.RUN_ENDED, Cause.DEADLINE):
-            # The function swallowed our cancellation; its result came too late.
-            ending = ending_of_cause(work.cause)
-        if ending.report is Report.COMPLETE and ending.trajectory is not None:
-            await self._complete(work, ending, ending.trajectory)
-        else:
-            self._end(work, ending)
+        """Run one member to its end; the task's own runner, so nothing but cancellation leaves."""
+        work.started = True
+        try:
+            ending = await self._rollout.run(work)
+            if work.cause in (Cause.LOST, Cause.RUN_ENDED, Cause.DEADLINE):
+                # The function swallowed our cancellation; its result came too late.
+                ending = ending_of_cause(work.cause)
+            if ending.report is Report.COMPLETE and ending.trajectory is not None:
+                await self._complete(work, ending, ending.trajectory)
+            else:
+                self._end(work, ending)
+        except asyncio.CancelledError:
+            # Where none of us cancelled it the loop is closing, and the lease will expire.
+            self._end(work, ending_of_cause(work.cause or Cause.LOST))
+            raise
+        except Exception as error:
+            log.exception("rollout_bug", lease=work.lease.id)
+            message = f"{type(error).__name__}: {error}"
+            self._end(work, Ending(Report.RETRY, StopReason.AGENT_ERROR, error=message))
+        finally:
+            if work.task is not None:
+                self._strays.discard(work.task)
 
     async def _complete(self, work: Work, ending: Ending, trajectory: Trajectory) -> None:
         leaves = leaves_of(trajectory)
@@ -267,21 +281,6 @@ class Shift:
         longest = max(first, RETRY_DELAY_MAX_S)
         return float(min(first * 2 ** min(attempts, 16), longest) * random.uniform(0.5, 1.5))
 
-    def _task_done(self, work: Work, task: asyncio.Task[None]) -> None:
-        self._strays.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if work.ended:
-            return
-        if error is not None:
-            log.error("rollout_bug", lease=work.lease.id, exc_info=error)
-            message = f"{type(error).__name__}: {error}"
-            self._end(work, Ending(Report.RETRY, StopReason.AGENT_ERROR, error=message))
-        elif work.cause is not None:
-            self._end(work, ending_of_cause(work.cause))
-        else:
-            # Nobody of us cancelled it: the loop is closing, and the lease will expire.
-            self._end(work, Ending(None, StopReason.ABORT_REQUESTED))
-
     def _close(self, work: Work) -> bool:
         """Decide a member's ending once; False where it was decided before."""
         if work.ended:
@@ -308,9 +307,7 @@ class Shift:
         self._refused.add(key)
         if len(self._refused) == self._limits.fail_after_groups:
             log.error("engine_refuses_everything", groups=len(self._refused), error=message)
-            task = asyncio.create_task(self._fail_run(message))
-            task.add_done_callback(lambda _: None)
-            self._failing = task
+            self._failing = asyncio.create_task(self._fail_run(message))
 
     async def _fail_run(self, message: str) -> None:
         reason = f"{len(self._refused)} groups in a row were refused, the last one: {message}"

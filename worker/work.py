@@ -97,6 +97,7 @@ class Work:
     lifecycle: dict[str, float] = field(default_factory=dict)
     """Unix seconds of `attempt_start`, `gen_start`, `attempt_end`, as far as it got."""
     task: asyncio.Task[None] | None = None
+    started: bool = False
     cause: Cause | None = None
     cancelled_mono_s: float = 0.0
     ended: bool = False
@@ -110,7 +111,8 @@ class Work:
         if self.ended or self.cause is not None:
             return
         self.cause, self.cancelled_mono_s = cause, time.monotonic()
-        if self.task is not None:
+        # An attempt that has not begun looks at its cause when it does.
+        if self.task is not None and self.started:
             self.task.cancel()
 
 
