@@ -77,6 +77,8 @@ class MemberHeader:
     @property
     def status(self) -> Status:
         """The member's status: the worst of its leaves (`failed` is worse than `aborted`, …)."""
+        if len(self.leaves) == 1:
+            return self.leaves[0].status
         return max((leaf.status for leaf in self.leaves), key=_BADNESS.__getitem__)
 
     @property
@@ -219,14 +221,17 @@ def _why_missing(
         worst = next(leaf for leaf in header.leaves if leaf.status is status)
         return Missing(member, status, worst.stop_reason.value if worst.stop_reason else "")
     if needs_reward:
-        rewards = {reward_number(leaf.reward, reward_key) for leaf in header.leaves}
-        if len(rewards) > 1:
+        if len(header.leaves) > 1 and _differ(header.leaves, reward_key):
             return _reward_error(member, "leaves of one trajectory have different rewards")
         if reward is None:
             return _reward_error(member, "missing" if header.reward is None else "invalid")
     if header.num_sampled == 0:
         return Missing(member, status, StopReason.NO_MODEL_CALL.value, "no sampled token")
     return None
+
+
+def _differ(leaves: list[Leaf], reward_key: str | None) -> bool:
+    return len({reward_number(leaf.reward, reward_key) for leaf in leaves}) > 1
 
 
 def _reward_error(member: int, detail: str) -> Missing:

@@ -152,7 +152,9 @@ def leaves_of(trajectory: Trajectory) -> list[Sample]:
 
 def worst_leaf(trajectory: Trajectory) -> Sample:
     """Return the leaf whose ending decides the member's."""
-    return max(leaves_of(trajectory), key=lambda leaf: _BADNESS[leaf.status])
+    if not isinstance(trajectory, list):
+        return trajectory
+    return max(trajectory, key=lambda leaf: _BADNESS[leaf.status])
 
 
 def ending_of(trajectory: Trajectory) -> Ending:

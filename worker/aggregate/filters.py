@@ -42,9 +42,10 @@ def no_aborted() -> FilterFunction:
 
 
 def _has_aborted(member: MemberView) -> bool:
-    if member.header is None:
+    header = member.header
+    if header is None or len(header.leaves) == 1:
         return member.status is Status.ABORTED
-    return any(leaf.status is Status.ABORTED for leaf in member.header.leaves)
+    return any(leaf.status is Status.ABORTED for leaf in header.leaves)
 
 
 def reward_nonzero_std(
