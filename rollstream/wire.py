@@ -240,6 +240,8 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
     for (name, default, encode, always), value in zip(_PLAN, _body_values(sample), strict=True):
         if encode is None:
             if value is not default and value != default:
+                if not isinstance(value, _KINDS[name]):
+                    raise WireError(_wrong_kind(name, value))
                 record[name] = value
         elif value is not None and (always or value != default):
             record[name] = encode(value)
@@ -257,7 +259,7 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup) -> Sample:
             known[name] = codec[1](value)
         elif (kinds := _KINDS.get(name)) is not None:
             if not isinstance(value, kinds):
-                raise ValueError(f"{name} is a {type(value).__name__}, not {kinds[0].__name__}")
+                raise ValueError(_wrong_kind(name, value))
             known[name] = value
         elif name == "extra":
             extra.update(value)
@@ -451,7 +453,11 @@ def _kinds_of(name: str) -> tuple[type, ...]:
         return (int, type(None))
     if default is None or name == "response_length":  # which `_check_fit` looks at
         return (object,)
-    return (float, int) if isinstance(default, float) else (type(default),)
+    return {float: (float, int), list: (list, tuple)}.get(type(default), (type(default),))
+
+
+def _wrong_kind(name: str, value: Any) -> str:
+    return f"{name} is a {type(value).__name__}, not {_KINDS[name][0].__name__}"
 
 
 _KINDS = {name: _kinds_of(name) for name in _BODY_FIELDS if name not in _CODECS}

@@ -85,6 +85,17 @@ def test_79_values_that_the_wire_cannot_hold_are_refused_when_encoded(
         encode_body(sample)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weight_versions", None), ("sampling", [1]), ("index", "7"), ("remove_sample", 2)],
+)
+def test_79_what_no_reader_would_take_is_refused_when_encoded(name: str, value: Any) -> None:
+    sample = a_sample()
+    setattr(sample, name, value)
+    with pytest.raises(WireError, match=f"{name} is a {type(value).__name__}"):
+        encode_body(sample)
+
+
 def test_79_replay_arrays_keep_their_type_and_objects_are_refused() -> None:
     sample = a_sample()
     for dtype in (np.int32, np.uint8, ">i4"):
