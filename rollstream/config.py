@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
@@ -38,6 +37,7 @@ from rollstream.config_keys import (
 )
 from rollstream.errors import ConfigError, RollstreamError, RunMismatch
 from rollstream.settings import Settings
+from rollstream.urls import scrub, shown_url
 
 DEFAULT_FILE = "rollstream.toml"
 DEFAULT = "default"
@@ -81,7 +81,10 @@ def load_settings(
     if "--help" in argv or "-h" in argv:
         from rollstream.config_help import help_text
 
-        print(help_text(prog))  # noqa: T201 - the answer to --help
+        try:
+            print(help_text(prog), flush=True)  # noqa: T201 - the answer to --help
+        except BrokenPipeError:  # `--help | head`: Python would complain again at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     flags, given_file = _read_flags(argv)
     path = _find_file(given_file, folder or Path())
@@ -130,6 +133,8 @@ class _Layers:
             raise ConfigError(f"{path}: not TOML: {error}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: not UTF-8: {error}") from None
+        except (ValueError, RecursionError) as error:  # a number or a nest that Python refuses
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         lines = _lines_of_keys(text)
@@ -207,6 +212,7 @@ class _Layers:
             key = key[:-1]
         name, origin = ".".join(key), _origin_of(key, self.origins)
         given = mask(item["input"]) if plain(annotation_of(key)) is not SecretStr else "***"
+        given = given if len(repr(given)) <= MAX_SHOWN else _shortened(repr(given))
         expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         return f"{name} = {given!r} (from {origin}): expected {expected}"
 
@@ -269,7 +275,7 @@ def _parse(key: KeyPath, text: str, origin: str) -> Any:
         pairs = [part.partition("=") for part in text.split(",") if part.strip()]
         if not all(equals for _, equals, _ in pairs):
             raise ConfigError(
-                f"{'.'.join(key)} = {text!r} (from {origin}): "
+                f"{'.'.join(key)} = {_shortened(text)!r} (from {origin}): "
                 "expected a JSON object, or name=value with commas"
             )
         return {name.strip(): _loosely(value.strip(), kind) for name, _, value in pairs}
@@ -281,16 +287,24 @@ def _loosely(text: str, kind: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
+
+
+MAX_SHOWN = 200
+"""Characters of a wrong value that an error repeats."""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _parse_json(key: KeyPath, text: str, origin: str, expected: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{'.'.join(key)} = {text!r} (from {origin}): expected {expected} ({error})"
+            f"{'.'.join(key)} = {_shortened(text)!r} (from {origin}): expected {expected} ({error})"
         ) from None
 
 
@@ -356,7 +370,7 @@ def run_app(
             if logging.getLogger().handlers:
                 log.error("unexpected_error", exc_info=cause)
             message = f"unexpected {type(cause).__name__}{_where(cause)}: {message}"
-        sys.stderr.write(f"{prog}: error: {' '.join(message.split())}\n")
+        sys.stderr.write(f"{prog}: error: {scrub(' '.join(message.split()))}\n")
         return code
 
 
@@ -379,9 +393,32 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return EXIT_CONFIG, f"Redis refused the user or password of redis.url: {text}"
     if names & {"redis.ConnectionError", "redis.TimeoutError"}:
         return EXIT_UNREACHABLE, f"Redis cannot be reached: {text}; check redis.url"
+    if "redis.InvalidResponse" in names:
+        return EXIT_UNREACHABLE, f"what answers at redis.url is not Redis: {text}"
+    if "redis.ResponseError" in names:
+        for words, code, meaning in _REFUSALS:
+            if words in text:
+                return code, f"{meaning}: {text}"
     if isinstance(error, ConnectionError | TimeoutError):
         return EXIT_UNREACHABLE, text
     return EXIT_OTHER, text
+
+
+_FOREIGN = (
+    "keys under this run's name (rs:{run.name}:*) are another program's, or damaged; take another "
+    "run.name, or remove them"
+)
+_REFUSALS = (
+    ("WRONGTYPE", EXIT_MISMATCH, _FOREIGN),
+    ("DB index is out of range", EXIT_CONFIG, "redis.url names a database that Redis has not"),
+    ("ACL failure", EXIT_CONFIG, "the user of redis.url lacks a right that the scripts need"),
+    ("unknown command", EXIT_CONFIG, "redis.url needs Redis 6.2 or newer, or Valkey"),
+    ("read only replica", EXIT_UNREACHABLE, "redis.url is a replica; give that of the primary"),
+    ("MISCONF", EXIT_UNREACHABLE, "Redis takes no writes while it cannot save to its disk"),
+    ("NOREPLICAS", EXIT_UNREACHABLE, "Redis takes no writes while it has too few replicas"),
+    ("maxmemory", EXIT_UNREACHABLE, "the memory of Redis is full"),
+)  # fmt: skip
+"""What a server refuses for a reason of its own: (its words, our exit code, what it means)."""
 
 
 def _where(error: BaseException) -> str:
@@ -394,9 +431,9 @@ def mask(value: Any) -> Any:
     """Return `value` fit to be shown: passwords become `***`, types become plain ones."""
     if isinstance(value, SecretStr):
         secret = value.get_secret_value()
-        return _mask_url(secret) if "://" in secret else "***" if secret else ""
+        return shown_url(secret) if "://" in secret else "***" if secret else ""
     if isinstance(value, str):
-        return _mask_url(value) if "://" in value else value
+        return shown_url(value)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -404,23 +441,6 @@ def mask(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [mask(v) for v in value]
     return value
-
-
-_QUERY_SECRET = re.compile(r"(?i)([?&](?:password|token|secret|api_key|key)=)[^&#]*")
-
-
-def _mask_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "***"
-    netloc = parts.netloc
-    if "@" in netloc:
-        user, _, host = netloc.rpartition("@")
-        name, colon, _ = user.partition(":")
-        # A name without a password may itself be the secret (redis://secret@host).
-        netloc = f"{name}:***@{host}" if colon else f"***@{host}"
-    return _QUERY_SECRET.sub(r"\1***", parts._replace(netloc=netloc).geturl())
 
 
 def show(loaded: Loaded, as_json: bool = False) -> str:

@@ -15,6 +15,8 @@ import logging
 import sys
 from typing import Any, Literal, TextIO
 
+from rollstream.urls import scrub
+
 
 def configure(
     format: Literal["json", "console"] = "json",  # noqa: A002 - named as telemetry.log_format is
@@ -70,15 +72,25 @@ def _renderers(format: str, *, colors: bool) -> list[Any]:  # noqa: A002
     if format == "console":
         plain = structlog.dev.plain_traceback  # the rich one prints local variables: prompts, URLs
         return [
+            _scrubbed,
             structlog.dev.ConsoleRenderer(
                 colors=colors, timestamp_key="ts", exception_formatter=plain
-            )
+            ),
         ]
     return [
         structlog.processors.format_exc_info,
+        _scrubbed,
         _in_order,
         structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
     ]
+
+
+def _scrubbed(_logger: Any, _method: str, record: Any) -> Any:
+    """Hide the secrets of URLs: libraries put addresses into their errors."""
+    for name, value in record.items():
+        if isinstance(value, str) and "://" in value:
+            record[name] = scrub(value)
+    return record
 
 
 def _in_order(_logger: Any, _method: str, record: Any) -> dict[str, Any]:

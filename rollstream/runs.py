@@ -11,13 +11,13 @@ import re
 import threading
 import time
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
 from redis import exceptions as redis_errors
 
 from rollstream.errors import RunLost, StreamError
 from rollstream.queue.keys import run_of
+from rollstream.urls import shown_url
 
 if TYPE_CHECKING:
     from rollstream.queue.blocking import BlockingQueue
@@ -37,33 +37,23 @@ REFUSALS = (redis_errors.AuthenticationError, redis_errors.NoPermissionError)
 """What waiting does not heal (the first is a ConnectionError for redis-py)."""
 POLL_S = 0.25
 MAX_RUNS = 1000
-_QUERY_SECRET = re.compile(r"(?i)((?:^|&)(?:password|token|secret)=)[^&]*")
+RUN_NAME = r"[A-Za-z0-9._-]{1,64}"
+"""What a producer lets a run be called (`run.name`)."""
 
 
 def list_runs(client: redis.Redis) -> list[str]:
-    """Return the names of the runs on a server, sorted; at most `MAX_RUNS`."""
+    """Return the names of the runs on a server, sorted; at most `MAX_RUNS`.
+
+    Keys of other programs may look like ours: what no run can be called is none.
+    """
     names: set[str] = set()
     for key in client.scan_iter(match="rs:{*}:m", count=1000):
-        names.add(run_of(key.decode(errors="replace")))
+        name = run_of(key.decode(errors="replace"))
+        if re.fullmatch(RUN_NAME, name):
+            names.add(name)
         if len(names) >= MAX_RUNS:
             break
     return sorted(names)
-
-
-def shown_url(url: str) -> str:
-    """Return a URL without its secrets, for messages."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "***"
-    netloc = parts.netloc
-    if "@" in netloc:
-        user, _, host = netloc.rpartition("@")
-        name, colon, _ = user.partition(":")
-        # A name without a password may itself be the secret (redis://secret@host).
-        netloc = f"{name}:***@{host}" if colon else f"***@{host}"
-    query = _QUERY_SECRET.sub(r"\1***", parts.query)
-    return urlunsplit(parts._replace(netloc=netloc, query=query))
 
 
 class Interrupted(Exception):

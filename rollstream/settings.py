@@ -16,14 +16,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from rollstream.errors import ConfigError
-
-URL_SCHEMES = ("redis://", "rediss://", "unix://")
+from rollstream.urls import redis_url_problem
 
 
 class Table(BaseModel):
     """A table of the configuration: frozen, and strict about its keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _checked_url(value: SecretStr) -> SecretStr:
+    if problem := redis_url_problem(value.get_secret_value()):
+        raise ValueError(problem)
+    return value
 
 
 class RunTable(Table):
@@ -50,9 +55,7 @@ class RedisTable(Table):
     @field_validator("url")
     @classmethod
     def _check(cls, value: SecretStr) -> SecretStr:
-        if not value.get_secret_value().startswith(URL_SCHEMES):
-            raise ValueError(f"a URL that starts with one of {', '.join(URL_SCHEMES)}")
-        return value
+        return _checked_url(value)
 
 
 class ModelTable(Table):
@@ -98,7 +101,7 @@ class EngineTable(Table):
         urls = [url.strip().rstrip("/") if isinstance(url, str) else url for url in value]
         for url in urls:
             if isinstance(url, str) and url and not url.startswith(("http://", "https://")):
-                raise ValueError(f"URLs that start with http:// or https://, not {url!r}")
+                raise ValueError("URLs that start with http:// or https://")
         return tuple(url for url in urls if url)
 
 
@@ -254,6 +257,11 @@ class RqTable(Table):
     url: SecretStr | None = None
     """Redis of the jobs of isolated rewards; none is `redis.url`."""
 
+    @field_validator("url")
+    @classmethod
+    def _check(cls, value: SecretStr | None) -> SecretStr | None:
+        return None if value is None else _checked_url(value)
+
 
 class TelemetryTable(Table):
     """Metrics and logs."""
@@ -317,17 +325,20 @@ class Settings(Table):
         """Return the URL, read from `url_file` where one is given.
 
         Raises:
-            ConfigError: the file cannot be read, or holds no URL.
+            ConfigError: the file cannot be read, or holds no URL; or `ca` is no file.
         """
+        ca = self.redis.ca
+        if ca is not None and not ca.is_file():
+            raise ConfigError(f"redis.ca {ca}: there is no such file")
         path = self.redis.url_file
         if path is None:
             return self.redis.url.get_secret_value()
         try:
-            url = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            url = path.read_text(encoding="utf-8-sig").strip()
+        except (OSError, ValueError) as error:  # not UTF-8, or a name that cannot be one
             raise ConfigError(f"redis.url_file {path} cannot be read: {error}") from None
-        if not url.startswith(URL_SCHEMES):
-            raise ConfigError(f"redis.url_file {path} holds no URL of {', '.join(URL_SCHEMES)}")
+        if problem := redis_url_problem(url):
+            raise ConfigError(f"redis.url_file {path} holds no URL of Redis: expected {problem}")
         return url
 
 

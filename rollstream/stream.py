@@ -26,6 +26,7 @@ from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import OUTAGES, Interrupted, await_run
+from rollstream.urls import redis_url_problem
 from rollstream.waiting import Wait
 
 log = logging.getLogger("rollstream.stream")
@@ -81,11 +82,13 @@ class GroupStream:
             interrupt: set by another thread to give up before the run is claimed.
 
         Raises:
-            ValueError: `state` is not a checkpoint of ours.
+            ValueError: `state` is not a checkpoint of ours, or `url` no URL of a Redis.
             RunMismatch: `state` is of another run or other data, or the run has another schema.
             RunLost: there is no such run; names those that exist.
             StreamError: Redis cannot be reached.
         """
+        if problem := redis_url_problem(url):
+            raise ValueError(f"url: expected {problem}")
         checkpoint = None if state is None else Checkpoint.from_plain(state)
         queue = BlockingQueue.connect(
             url, run, ca=ca, connect_timeout_s=max(0.1, min(5.0, connect_timeout_s))

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from rollstream import __version__
-from rollstream.cli.exits import EXPLAINED, INTERRUPTED, USAGE, CommandError
+from rollstream.cli.exits import EXPLAINED, INTERRUPTED, PROBLEM, USAGE, CommandError
+from rollstream.urls import scrub
 
 APPS = ("worker", "producer")
 
@@ -28,16 +29,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(given)
+        code = _dispatch(given)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a reader that went away or a full disk can be named
     except CommandError as error:
-        sys.stderr.write(f"rollstream: error: {error}\n")
-        return error.code
+        return _say(str(error), error.code)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has seen enough; Python would complain once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:  # noqa: BLE001 - the last line of defence: one line, not a traceback
+        return _say(f"unexpected {type(error).__name__}: {error}", PROBLEM)
+    return code
+
+
+def _say(message: str, code: int) -> int:
+    if sys.stderr is not None:
+        sys.stderr.write(f"rollstream: error: {scrub(message)}\n")
+    return code
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -97,15 +108,31 @@ def _server_options() -> argparse.ArgumentParser:
     options.add_argument("--ca", metavar="FILE", help="CA certificate for rediss://")
     options.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options.add_argument(
-        "--timeout-s", type=float, default=5.0, help="longest wait for Redis (default 5)"
+        "--timeout-s", type=_seconds, default=5.0, help="longest wait for Redis (default 5)"
     )
     return options
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 86400")
+    return value
+
+
+def _run_name(text: str) -> str:
+    if text and not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a run")
+    return text
 
 
 def _run_options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
-        "--run", metavar="NAME", help="else ROLLSTREAM_RUN__NAME, else the only run there is"
+        "--run",
+        metavar="NAME",
+        type=_run_name,
+        help="else ROLLSTREAM_RUN__NAME, else the only run there is",
     )
     return options
 

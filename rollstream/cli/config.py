@@ -6,6 +6,7 @@ Owns the arguments of that command. Never reads a configuration itself: `rollstr
 from __future__ import annotations
 
 from rollstream.cli.exits import OK, USAGE, CommandError
+from rollstream.urls import shown_url
 
 HELP = """usage: rollstream config show [--json] [--config FILE] [--TABLE.KEY VALUE ...]
 
@@ -33,7 +34,8 @@ def run_config(argv: list[str]) -> int:
     as_json = "--json" in others
     words = [word for word in others if word != "--json"]
     if words != ["show"]:
-        raise CommandError(f"unknown arguments {' '.join(words) or '(none)'!r}\n{HELP}", USAGE)
+        given = " ".join(words) or "(none)"
+        raise CommandError(f"unknown arguments {shown_url(given)!r}\n{HELP}", USAGE)
     try:
         loaded = load_settings(ours, prog="rollstream config show")
     except ConfigError as error:

@@ -15,12 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from redis.exceptions import InvalidResponse, ResponseError
+
 from rollstream.cli.exits import OK, PROBLEM, UNREACHABLE, USAGE, CommandError
 from rollstream.cli.view import print_json, print_rows
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo
-from rollstream.runs import OUTAGES, REFUSALS, list_runs, shown_url
+from rollstream.runs import OUTAGES, REFUSALS, list_runs
+from rollstream.urls import redis_url_problem, shown_url
 
 DEFAULT_URL = "redis://127.0.0.1:6379"
 
@@ -105,11 +108,7 @@ def runs(args: argparse.Namespace) -> int:
     with _reached(args, url, "") as queue:
         for name in list_runs(queue.client):
             with contextlib.closing(_queue(args, url, name)) as one:
-                info = one.info()
-                if info is not None:
-                    live = one.depths()["live"]
-                    found.append({"run": name, "state": info.state, "live": live,
-                                  "version": info.version, "done": info.done})  # fmt: skip
+                found += _row_of(one)
     if args.json:
         print_json(found)
     elif not found:
@@ -117,9 +116,26 @@ def runs(args: argparse.Namespace) -> int:
     else:
         for row in found:
             end = ", all prompts enqueued" if row["done"] else ""
+            if row["live"] is None:
+                print(f"{row['run']}: its keys cannot be read")
+                continue
             print(f"{row['run']}: {row['state']}, {row['live']} groups live, "
                   f"version {row['version']}{end}")  # fmt: skip
     return OK
+
+
+def _row_of(queue: BlockingQueue) -> list[dict[str, Any]]:
+    """Return a run's row; none where it ended meanwhile, one that says so where it is damaged."""
+    try:
+        info = queue.info()
+        live = queue.depths()["live"]
+    except (ResponseError, LookupError, ValueError):
+        return [{"run": queue.run, "state": "unreadable", "live": None, "version": None,
+                 "done": None}]  # fmt: skip
+    if info is None:
+        return []
+    return [{"run": queue.run, "state": info.state, "live": live, "version": info.version,
+             "done": info.done}]  # fmt: skip
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -136,18 +152,19 @@ def _url(args: argparse.Namespace) -> str:
     file = os.environ.get("ROLLSTREAM_REDIS__URL_FILE")
     if file:
         try:
-            return Path(file).read_text().strip()
-        except OSError as error:
+            return Path(file).read_text(encoding="utf-8-sig").strip()
+        except (OSError, ValueError) as error:  # not UTF-8, or a name that cannot be one
             raise CommandError(f"ROLLSTREAM_REDIS__URL_FILE: {error}", USAGE) from None
     return os.environ.get("ROLLSTREAM_REDIS__URL") or DEFAULT_URL
 
 
 def _queue(args: argparse.Namespace, url: str, run: str) -> BlockingQueue:
+    if problem := redis_url_problem(url):
+        raise CommandError(f"--redis {shown_url(url)}: expected {problem}", USAGE)
     ca = args.ca or os.environ.get("ROLLSTREAM_REDIS__CA")
-    try:
-        return BlockingQueue.connect(url, run, ca=ca, connect_timeout_s=args.timeout_s)
-    except ValueError as error:
-        raise CommandError(f"--redis {shown_url(url)}: {error}", USAGE) from None
+    if ca and not Path(ca).is_file():
+        raise CommandError(f"--ca {ca}: there is no such file", USAGE)
+    return BlockingQueue.connect(url, run, ca=ca, connect_timeout_s=args.timeout_s)
 
 
 @contextlib.contextmanager
@@ -162,6 +179,18 @@ def _reached(args: argparse.Namespace, url: str, run: str) -> Iterator[BlockingQ
         except REFUSALS as error:
             raise CommandError(
                 f"Redis at {shown_url(url)} refuses this client: {error}", UNREACHABLE
+            ) from None
+        except InvalidResponse as error:
+            raise CommandError(
+                f"what answers at {shown_url(url)} is not Redis: {error}", UNREACHABLE
+            ) from None
+        except (ResponseError, LookupError, ValueError) as error:
+            if not run:
+                raise CommandError(f"Redis at {shown_url(url)}: {error}", PROBLEM) from None
+            raise CommandError(
+                f"run {run!r} at {shown_url(url)} cannot be read: its keys are damaged, another "
+                f"program's, or of another version ({type(error).__name__}: {error})",
+                PROBLEM,
             ) from None
         except OUTAGES as error:
             waited = time.monotonic() - started

@@ -28,7 +28,7 @@ def print_rows(title: str, rows: Mapping[str, Any]) -> None:
 
 
 def _print_rich(title: str, rows: Mapping[str, Any], width: int) -> bool:
-    if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+    if os.environ.get("NO_COLOR") or not (sys.stdout and sys.stdout.isatty()):
         return False
     try:
         from rich.console import Console

@@ -154,6 +154,73 @@ def test_commands_refuse_a_url_that_is_none(capsys: pytest.CaptureFixture[str]) 
     assert "--redis http://127.0.0.1" in err
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300", "soon"])
+def test_commands_refuse_a_timeout_that_is_none(
+    capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["runs", f"--timeout-s={value}"])
+    assert end.value.code == 2
+    assert "--timeout-s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stats", "audit"])
+@pytest.mark.parametrize("damage", ["another kind", "a counter that is none"])
+def test_commands_say_in_one_line_that_a_run_is_damaged(
+    run: Backstage, valkey_url: str, capsys: pytest.CaptureFixture[str], command: str, damage: str
+) -> None:
+    counters = f"{run.queue.prefix}c"
+    if damage == "another kind":
+        run.queue.client.delete(counters)
+        run.queue.client.set(counters, "x")
+    else:
+        run.queue.client.hset(counters, "acked", "x")
+    argv = (command, "--json", "--redis", valkey_url, "--run", run.queue.run)
+    code, out, err = outcome(capsys, *argv)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"rollstream: error: run '{run.queue.run}' at {valkey_url} cannot be rea")
+    assert err.count("\n") == 1
+
+
+def test_runs_lists_the_others_beside_a_damaged_run_and_ignores_foreign_keys(
+    run: Backstage, valkey_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client, damaged = run.queue.client, f"{run.queue.run}-damaged"
+    foreign = ["rs:{}:m", "rs:{a b}:m", "rs:{\x1b[31m}:m"]
+    client.set(f"rs:{{{damaged}}}:m", "x")
+    for key in foreign:
+        client.set(key, "x")
+    code, out, _ = outcome(capsys, "runs", "--redis", valkey_url, "--json")
+    client.delete(f"rs:{{{damaged}}}:m", *foreign)
+    states = {row["run"]: row["state"] for row in json.loads(out)}
+    assert code == 0
+    assert (states[run.queue.run], states[damaged]) == ("running", "unreadable")
+    assert not {"", "a b", "\x1b[31m"} & set(states)
+
+
+@pytest.mark.parametrize(
+    ("command", "into", "code"),
+    [
+        ("config show", "| true", 0),
+        ("producer --help", "| true", 0),
+        ("config show", ">&-", 0),
+        ("config show", ">/dev/full", 1),
+    ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_commands_end_in_order_where_nobody_reads(
+    command: str, into: str, code: int, unbuffered: str
+) -> None:
+    line = f"set -o pipefail; {sys.executable} -m rollstream.cli {command} {into}"
+    done = subprocess.run(
+        ["bash", "-c", line],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == (code != 0)
+
+
 def test_rollstream_without_a_command_prints_help_and_exits_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

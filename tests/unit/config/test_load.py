@@ -185,6 +185,8 @@ def test_load_says_what_was_given_where_and_what_is_expected(
         ("worker = 3", ("worker is a table", ":1")),
         ('[env]\nmath = "x"', ("env.math is a table", ":2")),
         ("[worker]\nlease_s = = 1", ("not TOML", "line 2")),
+        ("[run]\nseed = " + "9" * 5000, ("cannot be read", "digits")),
+        ("x = " + "[" * 5000 + "]" * 5000, ("cannot be read", "recursion")),
         ("[worker]\nlease_s = inf", ("worker.lease_s", ":2", "finite")),
     ],
 )
@@ -200,6 +202,13 @@ def test_load_says_what_is_wrong_in_a_file(
 @pytest.mark.parametrize("argv", [("worker.concurrency=1",), ("-x",), ("--worker.concurrency",)])
 def test_load_refuses_arguments_that_are_no_options(argv: tuple[str, ...]) -> None:
     assert argv[0] in refusal(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv", ["--engine.urls=[", "--env.a.sampling={", "--producer.keys=", "--run.name="]
+)
+def test_load_repeats_no_more_of_a_wrong_value_than_a_person_reads(argv: str) -> None:
+    assert len(refusal(argv + "x" * 100_000)) < 600
 
 
 def test_load_counts_further_problems_in_one_line() -> None:

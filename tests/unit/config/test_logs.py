@@ -45,6 +45,16 @@ def test_records_below_the_level_are_not_written(lines: io.StringIO) -> None:
     assert records(lines) == []
 
 
+def test_secrets_of_urls_are_not_written(lines: io.StringIO) -> None:
+    url = "redis://:hunter2@host"
+    try:
+        raise ValueError(url)
+    except ValueError as error:
+        structlog.get_logger("a").exception("broke", error=f"at {error}")
+    assert "hunter2" not in lines.getvalue()
+    assert [record["error"] for record in records(lines)] == ["at redis://:***@host"]
+
+
 def test_an_exception_stays_within_its_line(lines: io.StringIO) -> None:
     try:
         raise ValueError("x")

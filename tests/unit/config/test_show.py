@@ -128,6 +128,13 @@ def _raiser(error: BaseException) -> Callable[[Loaded], int]:
         (redis_errors.NoPermissionError("no permission"), 2, "no permission"),
         (ConnectionRefusedError("engine http://e"), 3, "engine http://e"),
         (TimeoutError("no engine in 8 s"), 3, "no engine in 8 s"),
+        (redis_errors.InvalidResponse("got H"), 3, "not Redis: got H"),
+        (redis_errors.ResponseError("WRONGTYPE Operation"), 4, "take another run.name"),
+        (redis_errors.ResponseError("DB index is out of range"), 2, "a database that Redis has"),
+        (redis_errors.ResponseError("ACL failure in script"), 2, "lacks a right"),
+        (redis_errors.ReadOnlyError("against a read only replica."), 3, "is a replica"),
+        (redis_errors.OutOfMemoryError("used memory > 'maxmemory'."), 3, "memory of Redis is full"),
+        (ConfigError(f"'redis://:{SECRET}@h'"), 2, "'redis://:***@h'"),
         (RunFailed("engine refused"), 1, "the run failed: engine refused"),
         (KeyError("gone"), 1, "unexpected KeyError"),
         (ExceptionGroup("g", [ExceptionGroup("h", [ConfigError("deep")])]), 2, "deep"),
@@ -143,6 +150,7 @@ def test_run_app_turns_an_error_into_one_line_and_its_code(
     assert part in written
     assert written.count("\n") == 1
     assert "Traceback" not in written
+    assert SECRET not in written
     assert code in config_help.EXIT_CODES
 
 
