@@ -6,6 +6,7 @@ Conformance 139, 140, 142, 143 in our terms: a slot is one member's, whatever it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import AsyncIterator
 from typing import Any
@@ -221,6 +222,18 @@ async def test_a_run_whose_every_prompt_is_refused_ends_with_the_engines_own_mes
     assert "tool choice not enabled" in info.error
 
 
+async def test_one_success_begins_the_count_of_refused_groups_anew(run: Run) -> None:
+    for g in range(8):
+        await run.enqueue(g, 1)
+    parts = run.worker(generate=refuses(0, 2, 4, 6), fail_after_groups=2, slots=1)
+    parts.start()
+
+    await run.ready(4)
+    info = await run.queue.info()
+    assert info is not None
+    assert info.state == "running"
+
+
 async def test_a_group_with_a_member_that_fails_for_good_never_hangs(run: Run) -> None:
     gate = Gate()
     await run.enqueue(1, 8)
@@ -287,6 +300,22 @@ async def test_an_attempt_that_ignores_its_cancellation_loses_its_slot(
     release.set()
     await settled()
     await run.audit()
+
+
+async def test_a_result_that_comes_after_the_cancellation_at_its_deadline_does_not_count(
+    run: Run,
+) -> None:
+    async def swallows(given: GenerateInput) -> GenerateOutput:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return await plain(given)
+
+    await run.enqueue(1, 1)
+    run.worker(generate=swallows, sample_timeout_s=0.1).start()
+
+    await wait_until(run.drops)
+    assert await run.drops() == {"deadline": 1}
+    assert await run.counter("completed") == 0
 
 
 # --- leases --------------------------------------------------------------------------------------
