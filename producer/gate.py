@@ -58,7 +58,7 @@ class Standing:
     position: int = 0
     total: int = 0
     waiting_for: str = ""
-    """`capacity`, `window`, `rewind` (the data is exhausted), or nothing."""
+    """`capacity`, `memory` (of Redis), `window`, `rewind` (the data is exhausted), or nothing."""
     enqueued: int = 0
     """Groups that this process added."""
 
@@ -190,6 +190,8 @@ class Gate:
         self.standing.position = scan.position
         self.standing.enqueued += landed
         self.standing.waiting_for = WAITS.get(other, "")
+        if other == "full" and landed == 0 and self._room:
+            self.standing.waiting_for = "memory"  # there is room, and still it is refused
         if other in WAITS:
             # Nothing fits although there seemed to be room: full memory, say. One at a time then,
             # because every prompt that is refused travels for nothing.

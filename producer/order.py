@@ -13,12 +13,27 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.errors import ConfigError
+from rollstream.group import INDEX_STRIDE
+
+MAX_GROUPS = 2**63 // INDEX_STRIDE
+"""The `index` of the last sample must still be an int64."""
+
 
 class Order:
-    """The order of all groups of a run."""
+    """The order of all groups of a run.
+
+    Raises:
+        ConfigError: there would be more than `MAX_GROUPS`.
+    """
 
     def __init__(self, rows: int, *, epochs: int = 1, shuffle_seed: int | None = None) -> None:
         self.rows, self.epochs, self.shuffle_seed = rows, epochs, shuffle_seed
+        if self.total > MAX_GROUPS:
+            raise ConfigError(
+                f"producer.epochs = {epochs}: {rows} rows make {self.total} groups, more than a "
+                f"run can number ({MAX_GROUPS})"
+            )
 
     @property
     def total(self) -> int:

@@ -293,10 +293,12 @@ def _loosely(text: str, kind: Any) -> Any:
 
 MAX_SHOWN = 200
 """Characters of a wrong value that an error repeats."""
+MAX_LINE = 4000
+"""Characters of the one line that a process ends with."""
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+def _shortened(text: str, most: int = MAX_SHOWN) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _parse_json(key: KeyPath, text: str, origin: str, expected: str) -> Any:
@@ -370,7 +372,9 @@ def run_app(
             if logging.getLogger().handlers:
                 log.error("unexpected_error", exc_info=cause)
             message = f"unexpected {type(cause).__name__}{_where(cause)}: {message}"
-        sys.stderr.write(f"{prog}: error: {scrub(' '.join(message.split()))}\n")
+        sys.stderr.write(
+            f"{prog}: error: {_shortened(scrub(' '.join(message.split())), MAX_LINE)}\n"
+        )
         return code
 
 

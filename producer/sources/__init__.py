@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from rollstream.errors import ConfigError
 
+MAX_REASON = 400
+"""Characters of a reason that are kept: its beginning and its end."""
+
 
 class BadRow(ConfigError):
     """A row cannot be a prompt group.
@@ -24,6 +27,9 @@ class BadRow(ConfigError):
     """
 
     def __init__(self, where: str, reason: str) -> None:
+        if len(reason) > MAX_REASON:
+            # It repeats what was wrong, which may be a whole row of megabytes.
+            reason = f"{reason[: MAX_REASON // 2]} … {reason[-MAX_REASON // 2 :]}"
         super().__init__(f"{where}: {reason}")
         self.where, self.reason = where, reason
 

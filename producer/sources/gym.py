@@ -25,6 +25,8 @@ from . import BadRow, Row
 
 CHECKED_ROWS = 8
 """Making a problem may be slow, so only the first few are tried before anything is enqueued."""
+MAX_SIZE = 10_000_000
+"""Some data sets make a list of this length when they are created."""
 _DEFAULTS: dict[str, Any] = {"size": 500, "seed": 0}
 
 
@@ -91,6 +93,11 @@ def parse_spec(rest: str) -> tuple[str, dict[str, Any]]:
                 f"producer.source: reasoning_gym:{rest}: {key} = {value!r}: "
                 f"expected a whole number of at least {least}"
             )
+    if parameters["size"] > MAX_SIZE:
+        raise ConfigError(
+            f"producer.source: reasoning_gym:{name}: size = {parameters['size']}: at most "
+            f"{MAX_SIZE}; producer.epochs repeats a data set"
+        )
     return name, parameters
 
 

@@ -14,7 +14,9 @@ import hashlib
 import json
 import math
 import os
+import stat
 from array import array
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +26,8 @@ from . import BadRow, Row
 
 MAX_ROW_BYTES = 16 << 20
 CHECKED_BYTES = 128 << 20
-"""Rows that begin before this are checked before anything is enqueued (some seconds of work)."""
+CHECKED_ROWS = 200_000
+"""Rows before both bounds are checked before anything is enqueued (some seconds of work)."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -32,21 +35,32 @@ class JsonlSource:
     """A file of JSON lines."""
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path).expanduser()
         self._offsets = array("Q")
         self._lines = array("I")
         try:
+            self.path = Path(path).expanduser()
+            kind = stat.S_IFMT(self.path.stat().st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                # Rows are read at random, and a pipe or a device may have no end.
+                raise ConfigError(f"producer.source: {path} is not a file: write the rows to one")
             # Kept open: a file that is replaced by name stays what it was for this process.
             self._file: BinaryIO = self.path.open("rb")
+            self._stamp = self._stamp_now()
             digest, size = self._index()
         except OSError as error:
             raise ConfigError(f"producer.source: {path} cannot be read: {error.strerror}") from None
+        except (ValueError, RuntimeError) as error:  # a null byte, the home of an unknown user
+            raise ConfigError(f"producer.source: {path!r} is no path: {error}") from None
+        if (size, self._stamp) != (self._stamp[0], self._stamp_now()):
+            self.close()
+            raise ConfigError(
+                f"producer.source: {path} changed while it was read; start again once it is whole"
+            )
         if not self._offsets:
             self.close()
             raise ConfigError(f"producer.source: {path} holds no rows")
-        self.num_checked = sum(1 for offset in self._offsets if offset < CHECKED_BYTES)
+        self.num_checked = min(CHECKED_ROWS, bisect_left(self._offsets, CHECKED_BYTES))
         self._offsets.append(size)
-        self._stamp = self._stamp_now()
         self.fingerprint = f"jsonl {digest[:32]}"
 
     def __len__(self) -> int:
@@ -130,9 +144,11 @@ _KINDS: dict[type, str] = {
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {name!r} stands twice")
+            seen.add(name)
     return found
 
 

@@ -101,6 +101,7 @@ async def test_gate_takes_full_memory_as_full(own_server: DevServer, tmp_path: P
         it.queue.trips.clear()
         await until(lambda: asyncio.sleep(0.01, len(it.queue.enqueues())), lambda trips: trips > 2)
         assert await trainer.live() == set()
+        await until(lambda: asyncio.sleep(0.01, it.gate.standing.waiting_for), "memory".__eq__)
         # Refused once, it offers one prompt at a time.
         assert [len(trip) for trip in it.queue.enqueues()[1:]] == [1] * len(it.queue.enqueues()[1:])
         await trainer.queue.client.config_set("maxmemory", 0)

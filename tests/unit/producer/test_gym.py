@@ -64,6 +64,7 @@ def test_a_spec_without_a_seed_has_one() -> None:
         ("gsm_symbolic?size=3&size=4", "size stands twice"),
         ("gsm_symbolic?size=many", "size = 'many'"),
         ("gsm_symbolic?size=0", "at least 1"),
+        ("gsm_symbolic?size=1000000000000", "at most 10000000"),
         ("gsm_symbolic?seed=-1", "at least 0"),
         ("gsm_symbolic?size", "bad query field"),
         ("chain_sum?min_terms=9&max_terms=2", "refuses .*min_terms"),

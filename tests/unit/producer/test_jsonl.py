@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,6 +110,53 @@ def test_a_file_that_is_replaced_by_name_stays_what_it_was(a_source: Make, tmp_p
     (tmp_path / "new").write_text('{"k": 100}\n')
     (tmp_path / "new").rename(tmp_path / "p.jsonl")
     assert source.row(1).values == {"k": 2}
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, index = tmp_path / "p.jsonl", JsonlSource._index
+    path.write_text('{"k": 1}\n{"k": 2')
+
+    def grow(source: JsonlSource) -> tuple[str, int]:
+        answer = index(source)
+        with path.open("a") as file:
+            file.write("22}\n")
+        return answer
+
+    monkeypatch.setattr(JsonlSource, "_index", grow)
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        JsonlSource(str(path))
+
+
+def test_what_is_no_file_is_refused_without_reading_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in {
+        str(tmp_path / "pipe"): "is not a file",
+        "/dev/zero": "is not a file",
+        "~nobody-of-that-name/p.jsonl": "is no path",
+        "a\0b": "is no path",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            open_source(f"jsonl:{path}")
+
+
+def test_checking_before_the_first_enqueue_is_bounded_by_rows_and_bytes(
+    a_source: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = '{"k": 1}\n'
+    assert a_source(tmp_path, row * 5).num_checked == 5
+    monkeypatch.setattr(jsonl_module, "CHECKED_ROWS", 4)
+    assert a_source(tmp_path, row * 5).num_checked == 4
+    monkeypatch.setattr(jsonl_module, "CHECKED_BYTES", 2 * len(row))
+    assert a_source(tmp_path, row * 5).num_checked == 2
+
+
+def test_a_key_that_stands_twice_among_many_is_found_in_one_pass() -> None:
+    # Counting each key over all of them would take hours here.
+    line = "{" + "".join(f'"k{j}":1,' for j in range(300_000)) + '"k299999":2}'
+    with pytest.raises(BadRow, match="the key 'k299999' stands twice"):
+        jsonl_module.parse_line(line.encode(), "p:1")
 
 
 @pytest.mark.parametrize("data", ["", "\n\n", "\ufeff", "  \r\n"])

@@ -8,7 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from producer.order import Order, permutation
+from producer.order import MAX_GROUPS, Order, permutation
+from rollstream.errors import ConfigError
+from rollstream.group import INDEX_STRIDE, sample_index
 
 
 def test_order_without_a_seed_is_the_files_own_in_every_epoch() -> None:
@@ -53,6 +55,13 @@ def test_order_differs_by_seed() -> None:
 
 def test_permutation_costs_four_bytes_a_row() -> None:
     assert permutation(1000, 1, 0).nbytes == 4000
+
+
+def test_order_refuses_more_groups_than_an_index_can_number() -> None:
+    assert sample_index(MAX_GROUPS - 1, INDEX_STRIDE - 1) == 2**63 - 1
+    Order(1, epochs=MAX_GROUPS)
+    with pytest.raises(ConfigError, match=r"producer\.epochs"):
+        Order(2, epochs=MAX_GROUPS)
 
 
 @pytest.mark.parametrize("group_index", [-1, 6])

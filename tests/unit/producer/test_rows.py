@@ -124,6 +124,19 @@ def test_a_bad_row_says_what_is_wrong(values: dict[str, Any], part: str) -> None
     assert part in reason(values)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "hi", "env": "e" * 1_000_000},
+        {"prompt": [{"role": "r" * 1_000_000, "content": ""}]},
+        {"prompt": "hi", "sampling": {"s" * 1_000_000: 1}},
+        {"k" * 1_000_000: 1},
+    ],
+)
+def test_a_bad_row_repeats_no_more_of_it_than_a_person_reads(values: dict[str, Any]) -> None:
+    assert len(reason(values)) < 600
+
+
 def test_plain_values_of_parameters_that_leave_the_distribution_are_allowed() -> None:
     plain = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1}
     assert group_of({"prompt": "hi", "sampling": plain}).sampling == plain
