@@ -29,7 +29,7 @@ demo: setup            ## a whole run on this machine, with a summary at the end
 	@$(PY) -m examples.demo $(ARGS)
 
 test: setup            ## the tests that need PyPI packages only
-	@$(PY) -m pytest -q -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	@$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 check: setup           ## lint, types, import rules
 	@$(VENV)/bin/ruff check .
@@ -48,7 +48,7 @@ ops-test: setup        ## checks that need Debian or npm tools
 lock: setup            ## resolve the pinned lock again
 	@$(PY) -m pip install --quiet uv
 	@$(VENV)/bin/uv pip compile pyproject.toml --all-extras --group dev --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements.lock
-	@$(VENV)/bin/uv pip compile pyproject.toml --extra service --extra cli --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url -c requirements.lock -o ops/requirements.lock
+	@$(VENV)/bin/uv pip compile pyproject.toml --extra service --extra cli --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --upgrade -o ops/requirements.lock
 
 clean:
 	rm -rf $(VENV) .cache out
