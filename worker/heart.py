@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from rollstream.queue import calls
-from rollstream.queue.calls import BeatAnswer, ControlAnswer, ScriptCall, SweepAnswer
+from rollstream.queue.calls import BeatAnswer, ScriptCall, SweepAnswer
 from rollstream.queue.keys import SWEEP_PAGE
 from rollstream.queue.queue import Queue
 from rollstream.queue.reads import RunInfo
@@ -42,12 +42,15 @@ class RunView:
     control_seq: int = 0
     lease_s: float = 15.0
     max_body_bytes: int = 16 << 20
+    reopened: bool = False
+    """The run was lost and is there again, perhaps with other numbers: `info` is to be read."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the run is `ended` or `failed`: nothing will ever be leased again."""
 
     def opened(self, info: RunInfo) -> None:
         """Take over what the producer opened the run with."""
         self.lease_s, self.max_body_bytes = info.lease_s, info.max_body_bytes
+        self.reopened = False
         self.saw(info.state, info.version, info.control_seq)
 
     def saw(self, state: str, version: int, control_seq: int) -> None:
@@ -56,6 +59,7 @@ class RunView:
             return
         if state != self.state:
             log.info("run_state", state=state, before=self.state)
+            self.reopened = self.reopened or self.state == LOST
         self.state = state
         if state in OVER:
             self.over.set()
@@ -122,19 +126,15 @@ class Heart:
         # The sweep comes last: what was just extended does not expire in it.
         asked.append(calls.sweep(SWEEP_PAGE))
         seen, *_, swept = await self._queue.call_many(asked)
-        await self._saw(seen)
+        self._view.saw(seen.state, seen.version, seen.control_seq)
         if isinstance(seen, BeatAnswer):
             if seen.state == LOST:
                 self._lost(None)
             elif seen.lost:
                 self._lost(seen.lost)
-        await self._sweep_on(swept)
-
-    async def _saw(self, seen: BeatAnswer | ControlAnswer) -> None:
-        was_lost = self._view.state == LOST
-        self._view.saw(seen.state, seen.version, seen.control_seq)
-        if was_lost and seen.state != LOST and (info := await self._queue.info()) is not None:
+        if self._view.reopened and (info := await self._queue.info()) is not None:
             self._view.opened(info)
+        await self._sweep_on(swept)
 
     async def leave(self) -> None:
         """Say that this process is gone, so that nobody counts on it for four more leases."""

@@ -84,9 +84,8 @@ class Submitter:
     async def run(self) -> None:
         """Carry results until cancelled."""
         while True:
-            await self._some.wait()
             # What ends in the same turn of the loop travels in the same call.
-            await asyncio.sleep(0)
+            await self._some.wait()
             while self._backlog:
                 await self._send(self._take())
             self._some.clear()

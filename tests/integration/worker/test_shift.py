@@ -15,7 +15,7 @@ import pytest
 from redis import exceptions as redis_errors
 
 import worker.shift
-from rollstream.errors import EngineFault
+from rollstream.errors import EngineFault, MemberReason, Report
 from rollstream.queue import calls
 from rollstream.wire import decode_header
 from tests.unit.worker.works import answer, plain
@@ -437,6 +437,102 @@ async def test_a_result_whose_answer_was_lost_lands_once(
     await wait_until(lambda: parts.shift.num_busy == 0)
 
 
+async def test_a_result_that_is_not_answered_yet_is_beaten_for_until_it_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    await run.enqueue(1, 2)
+    parts = run.worker(generate=gate)
+    call_many = run.queue.call_many
+    away = True
+
+    async def losing(asked: Any) -> Any:
+        if away and asked[-1].script == "complete":
+            raise redis_errors.ConnectionError("away")
+        return await call_many(asked)
+
+    monkeypatch.setattr(run.queue, "call_many", losing)
+    parts.start(beat=False)
+    await wait_until(lambda: len(gate.started) == 2)
+    held = sorted(parts.shift.held())
+    gate.end(1, 0, 1)
+    await wait_until(lambda: parts.shift.submitter.num_unanswered == 2 and not parts.link.up)
+    await wait_until(lambda: sorted(parts.shift.held()) == held)
+
+    away = False
+    await run.ready(1)
+    assert parts.shift.held() == []
+
+
+async def test_a_call_of_results_carries_at_most_one_megabyte(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def large(given: GenerateInput) -> GenerateOutput:
+        return GenerateOutput(answer(given, ids=(7,) * 50_000))
+
+    sizes: list[int] = []
+    call_many = run.queue.call_many
+
+    async def weighed(asked: Any) -> Any:
+        sizes.extend(
+            sum(len(arg) for arg in call.args if isinstance(arg, bytes))
+            for call in asked
+            if call.script == "complete"
+        )
+        return await call_many(asked)
+
+    monkeypatch.setattr(run.queue, "call_many", weighed)
+    await run.enqueue(1, 8)
+    run.worker(generate=large).start()
+
+    await run.ready(1)
+    assert len(sizes) == 4  # two of 450 kB each
+    assert max(sizes) <= 1 << 20
+
+
+async def test_a_result_that_redis_refuses_fails_its_member_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call_many = run.queue.call_many
+
+    async def refusing(asked: Any) -> Any:
+        for call in asked:
+            if call.script == "complete" and 2 in call.args[1::6]:
+                raise redis_errors.ResponseError("ERR Protocol error: invalid bulk length")
+        return await call_many(asked)
+
+    monkeypatch.setattr(run.queue, "call_many", refusing)
+    await run.enqueue(1, 4)
+    parts = run.worker(min_samples=3)
+    parts.start()
+
+    await run.ready(1)
+    group = await run.group(1, 4)
+    assert [header is not None for header in group.headers] == [True, True, False, True]
+    assert group.errors[2] is not None
+    assert "invalid bulk length" in group.errors[2][1]
+    assert parts.shift.num_busy == 0
+
+
+async def test_one_beat_sweeps_page_after_page_while_a_page_is_full(run: Run) -> None:
+    await run.enqueue(1, 150)
+    leased = await run.queue.call(calls.lease("w" * 12, 1, 256))
+    members = [member.lease for group in leased.groups for member in group.members]
+    late = [
+        calls.fail(lease, Report.RETRY, MemberReason.ENGINE_ERROR, "503", delay_s=0.001)
+        for lease in members
+    ]
+    await run.queue.call_many(late)
+    assert (await run.queue.depths())["d"] == 150
+    parts = run.worker()
+    await asyncio.sleep(0.01)
+
+    await parts.heart.beat()
+
+    depths = await run.queue.depths()
+    assert (depths["d"], depths["q"]) == (0, 150)
+
+
 # --- ends of a run -------------------------------------------------------------------------------
 async def test_an_aborted_run_stops_every_attempt_and_ends_the_shift(run: Run) -> None:
     gate = Gate()
@@ -470,6 +566,8 @@ async def test_an_emptied_redis_stops_attempts_and_a_new_run_is_worked_on(run: R
     await run.enqueue(5, 2)
 
     await wait_until(lambda: (5, 1) in gate.started)
+    parts.heart.nudge()
+    await wait_until(lambda: parts.view.lease_s == 6.0)
     gate.end(5, 0, 1)
     await run.ready(1)
 

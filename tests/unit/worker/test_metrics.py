@@ -107,6 +107,7 @@ def test_spans_reach_the_histogram_with_the_next_flush() -> None:
     sample = a_sample()
     spans = SpanList()
     spans.record("generate", 0, 0.0, 3.0)
+    spans.record("tool", 0, 0.0, 2.5)
     sample.spans = spans.spans
 
     given.sample_ended("env0", StopReason.STOP, [sample], delivered=True)
@@ -115,6 +116,9 @@ def test_spans_reach_the_histogram_with_the_next_flush() -> None:
     text = text_of(given)
     assert 'rollout_span_duration_seconds_bucket{le="2.5",span="generate"} 0.0' in text
     assert 'rollout_span_duration_seconds_bucket{le="5.0",span="generate"} 1.0' in text
+    assert 'rollout_span_duration_seconds_bucket{le="1.0",span="tool"} 0.0' in text
+    assert 'rollout_span_duration_seconds_bucket{le="2.5",span="tool"} 1.0' in text
+    assert 'rollout_span_duration_seconds_sum{span="generate"} 3.0' in text
 
 
 def test_a_span_ends_once_with_the_outcome_of_its_block() -> None:
