@@ -50,6 +50,9 @@ class TrainArrays(TypedDict):
     """[B] newest weight version of any sampled token; -1 where none is known."""
 
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
 class Row(NamedTuple):
     """One sample with what its group and its siblings add to it."""
 
@@ -168,6 +171,6 @@ def _ints(values: Iterator[Any] | Any) -> npt.NDArray[np.int64]:
 def _temperature(sample: Sample) -> float:
     for sampling in (*(call.sampling for call in sample.calls), sample.sampling):
         value = sampling.get("temperature")
-        if value is not None:
-            return float(value)
+        if isinstance(value, int | float):
+            return min(float(value), _LARGEST_FLOAT32)
     return math.nan

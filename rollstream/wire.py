@@ -14,18 +14,20 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
+from itertools import product
 from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
 
+from rollstream.call_columns import decode_calls, encode_calls
 from rollstream.errors import Status, StopReason, WireError, WireTooNew
 from rollstream.group import EnvRule, Leaf, MemberHeader, PromptGroup, Trajectory
+from rollstream.plain import BEYOND_INT64, NUMBER, check_ints, check_kinds, read_texts
 from rollstream.sample import (
     ARRAY_DTYPES,
     SAMPLE_FIELDS,
-    Call,
     PrefixCacheInfo,
     Sample,
     Span,
@@ -42,10 +44,6 @@ _TEXT_FIELDS = frozenset({"response"})
 _DEFAULTS = Sample()
 _BODY_FIELDS = tuple(f for f in SAMPLE_FIELDS if f not in _GROUP_FIELDS | _TEXT_FIELDS)
 _RULE_FIELDS = tuple(f.name for f in fields(EnvRule))
-_CALL_NAMES = tuple(f.name for f in fields(Call))
-_CALL_PLAIN = tuple(n for n in _CALL_NAMES if n not in ("start", "end", "versions", "sampling"))
-_CALL_DEFAULTS = {f.name: (f.default,) for f in fields(Call) if f.default is not MISSING}
-_call_values = operator.attrgetter("start", "end", "versions", "sampling", *_CALL_PLAIN)
 _PER_RESPONSE = tuple(name for name in ARRAY_DTYPES if name != "tokens")
 _BLOCK_DTYPES = frozenset(np.dtype(kind).newbyteorder("<").str for kind in "?bBhHiIqQefd")
 """What an array of several dimensions may hold."""
@@ -53,6 +51,10 @@ _Codec: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 # --- prompts -------------------------------------------------------------------------------------
+_PROMPT_KINDS: dict[str, tuple[type, ...]] = {
+    "prompt": (str, list), "tools": (list, type(None)), "metadata": (dict,), "sampling": (dict,),
+    "env": (str,), "priority": (int,), "timeout_s": NUMBER, "enqueued_unix_s": NUMBER,
+}  # fmt: skip
 _PROMPT_FIELDS = tuple(f.name for f in fields(PromptGroup) if f.name not in ("group_index", "n"))
 
 
@@ -72,6 +74,10 @@ def decode_prompt(data: bytes, group_index: int, n: int) -> PromptGroup:
     known = {name: record[name] for name in _PROMPT_FIELDS if name in record}
     if "prompt" not in known:
         raise WireError(f"prompt of group {group_index}: the field 'prompt' is missing")
+    try:
+        check_kinds(known, _PROMPT_KINDS)
+    except ValueError as error:
+        raise WireError(f"prompt of group {group_index}: {error}") from None
     return PromptGroup(group_index=group_index, n=n, **known)
 
 
@@ -129,6 +135,13 @@ def _leaf_record(sample: Sample) -> dict[str, Any]:
     }
 
 
+_HEADER_KINDS: dict[str, tuple[type, ...]] = {
+    "list": (bool,), "leaves": (list,), "num_turns": (int,), "done_unix_s": NUMBER,
+    "attempts": (int,),
+}  # fmt: skip
+_leaf_counts = operator.itemgetter("response_length", "num_tokens", "num_sampled", "num_trainable")
+
+
 def decode_header(data: bytes) -> MemberHeader:
     """Return the header that `encode_header` made.
 
@@ -137,6 +150,7 @@ def decode_header(data: bytes) -> MemberHeader:
     """
     record = _open(data, "header")
     try:
+        check_kinds(record, _HEADER_KINDS)
         return MemberHeader(
             is_list=record["list"],
             leaves=[_decode_leaf(leaf) for leaf in record["leaves"]],
@@ -150,6 +164,7 @@ def decode_header(data: bytes) -> MemberHeader:
 
 def _decode_leaf(record: dict[str, Any]) -> Leaf:
     reason, versions = record["stop_reason"], record["versions"]
+    check_ints((*_leaf_counts(record), *(versions or ())), "a leaf's counts")
     return Leaf(
         status=Status(record["status"]),
         stop_reason=None if reason is None else StopReason(reason),
@@ -229,10 +244,14 @@ def decode_text(data: bytes) -> list[str]:
         raise WireError(f"text: {error}") from None
     if inflate.unconsumed_tail or not inflate.eof:
         raise WireError("text: truncated, or larger than allowed")
-    texts = _open(packed, "text").get("texts")
-    if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+    try:
+        version, texts = read_texts(packed)
+    except ValueError as error:
+        raise WireError(f"text: not a record: {error}") from None
+    _check_version(version, "text")
+    if texts is None or None in texts:
         raise WireError("text: the field 'texts' is not a list of strings")
-    return texts
+    return list(texts)
 
 
 def _sample_record(sample: Sample) -> dict[str, Any]:
@@ -285,6 +304,8 @@ def _check_fit(sample: Sample) -> None:
         values = getattr(sample, name)
         if values is not None and len(values) != length:
             raise ValueError(f"{name} has {len(values)} entries, response_length is {length}")
+    if (sample.index or 0) >= BEYOND_INT64 or (sample.rollout_id or 0) >= BEYOND_INT64:
+        raise ValueError(f"index {sample.index} or rollout_id {sample.rollout_id} is no int64")
     calls = sample.calls
     if calls and not count - length <= calls[0].start <= calls[-1].end <= count:
         # Ids of another width have another count: they are told by where the calls stand.
@@ -327,105 +348,22 @@ def _decode_block(value: list[Any]) -> Any:
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-def _encode_calls(calls: list[Call]) -> list[Any]:
-    """Calls as columns: a trajectory of many turns repeats all but ids, spans and seeds."""
-    if not calls:
-        return [[], [], [], {}]
-    if len(calls) == 1:
-        return _encode_one_call(calls[0])
-    columns = map(list, zip(*map(_call_values, calls), strict=True))
-    starts, ends, versions, samplings, *plain = columns
-    spans = [
-        v[0][0] if len(v) == 1 and (v[0][1], v[0][2]) == (start, end) else v
-        for v, start, end in zip(versions, starts, ends, strict=True)
-    ]
-    named = {name: _column(values) for name, values in zip(_CALL_PLAIN, plain, strict=True)}
-    return [starts, ends, spans, {**named, "sampling": _sampling_columns(samplings)}]
-
-
-def _encode_one_call(call: Call) -> list[Any]:
-    """Columns of one value each: most trajectories are a single call."""
-    start, end, versions, sampling, *plain = _call_values(call)
-    whole = len(versions) == 1 and (versions[0][1], versions[0][2]) == (start, end)
-    named: dict[str, Any] = {n: [v] for n, v in zip(_CALL_PLAIN, plain, strict=True)}
-    named["sampling"] = {n: [v] for n, v in sampling.items()} if sampling else [sampling]
-    return [[start], [end], [versions[0][0] if whole else versions], named]
-
-
-def _column(values: list[Any]) -> list[Any]:
-    """Return one value where all are equal."""
-    return values[:1] if values.count(values[0]) == len(values) else values
-
-
-def _sampling_columns(samplings: list[dict[str, Any]]) -> dict[str, Any] | list[Any]:
-    names = tuple(samplings[0])
-    if not names or sum(map(len, samplings)) != len(names) * len(samplings):
-        return samplings
-    try:
-        return {name: _column([sampling[name] for sampling in samplings]) for name in names}
-    except KeyError:
-        return samplings
-
-
-def _decode_calls(record: list[Any]) -> list[Call]:
-    starts, ends, spans, columns = record[:4]
-    count = len(starts)
-    if count == 0:
-        return []
-    if count == 1:
-        return [_decode_one_call(starts[0], ends[0], spans[0], columns)]
-    versions = [
-        [(v, start, end)] if isinstance(v, int) else [(row[0], row[1], row[2]) for row in v]
-        for v, start, end in zip(spans, starts, ends, strict=True)
-    ]
-    values = {"start": starts, "end": ends, "versions": versions}
-    values["sampling"] = _spread_samplings(columns.get("sampling", [{}]), count)
-    for name in _CALL_PLAIN:
-        values[name] = _spread(columns.get(name, _CALL_DEFAULTS.get(name, ())), count)
-    return list(map(Call, *(values[name] for name in _CALL_NAMES)))
-
-
-def _decode_one_call(start: int, end: int, span: Any, columns: dict[str, Any]) -> Call:
-    sampling = columns.get("sampling", [{}])
-    return Call(
-        start=start,
-        end=end,
-        versions=[(span, start, end)]
-        if isinstance(span, int)
-        else [(row[0], row[1], row[2]) for row in span],
-        sampling={name: column[0] for name, column in sampling.items()}
-        if isinstance(sampling, dict)
-        else dict(sampling[0]),
-        **{name: columns[name][0] for name in _CALL_PLAIN if name in columns},
-    )
-
-
-def _spread(column: Any, count: int) -> list[Any]:
-    if len(column) == 1:
-        return list(column) * count
-    if len(column) != count:
-        raise ValueError(f"a column of {len(column)} for {count} calls")
-    return list(column)
-
-
-def _spread_samplings(columns: Any, count: int) -> list[dict[str, Any]]:
-    if not isinstance(columns, dict):
-        return [dict(sampling) for sampling in _spread(columns, count)]
-    shared = {name: column[0] for name, column in columns.items()}
-    own = {name: _spread(column, count) for name, column in columns.items() if len(column) > 1}
-    if not own:
-        return [shared.copy() for _ in range(count)]
-    rows = zip(*own.values(), strict=True)
-    return [{**shared, **dict(zip(own, row, strict=True))} for row in rows]
-
-
 def _row_codec(kind: type) -> _Codec:
     """Return a codec that keeps a small record as the row of its fields, in order."""
     names = tuple(f.name for f in fields(kind))
-    return (
-        lambda record: [getattr(record, name) for name in names],
-        lambda row: kind(*row[: len(names)]),
-    )
+    # Every combination that is right, so that a row costs one look.
+    right = frozenset(product(*(_ROW_KINDS[str(f.type)] for f in fields(kind))))
+
+    def decode(row: list[Any]) -> Any:
+        values = row[: len(names)]
+        if tuple(map(type, values)) not in right:
+            raise ValueError(f"a {kind.__name__} of other types than {', '.join(names)}")
+        return kind(*values)
+
+    return lambda record: [getattr(record, name) for name in names], decode
+
+
+_ROW_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": NUMBER}
 
 
 def _rows(codec: _Codec) -> _Codec:
@@ -437,7 +375,7 @@ _CODECS: dict[str, _Codec] = {
     **{name: _array_codec(name) for name in ARRAY_DTYPES},
     "rollout_routed_experts": (_encode_block, _decode_block),
     "rollout_indexer_topk": (_encode_block, _decode_block),
-    "calls": (_encode_calls, _decode_calls),
+    "calls": (encode_calls, decode_calls),
     "spans": _rows(_row_codec(Span)),
     "spec_info": _row_codec(SpecInfo),
     "prefix_cache_info": _row_codec(PrefixCacheInfo),
@@ -491,10 +429,14 @@ def _open(data: bytes, what: str) -> dict[str, Any]:
         record = msgpack.unpackb(data, raw=False, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"{what}: not a record: {type(error).__name__} {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("v"), int):
+    _check_version(record.get("v") if isinstance(record, dict) else None, what)
+    return record  # type: ignore[no-any-return]
+
+
+def _check_version(version: Any, what: str) -> None:
+    if not isinstance(version, int):
         raise WireError(f"{what}: not a record of Rollstream (no version)")
-    if record["v"] > WIRE_VERSION:
+    if version > WIRE_VERSION:
         raise WireTooNew(
-            f"{what}: wire version {record['v']} is newer than {WIRE_VERSION}; upgrade this side"
+            f"{what}: wire version {version} is newer than {WIRE_VERSION}; upgrade this side"
         )
-    return record
