@@ -319,7 +319,7 @@ class Shift:
         self._metrics.span("submit", time.monotonic() - work.submitted_mono_s)
         if outcome == "fenced":
             self._metrics.fenced_results_total.inc()
-            log.info("result_fenced", lease=work.lease.id)
+            log.debug("result_fenced", lease=work.lease.id)
         elif outcome == "too_large":
             log.warning("result_too_large", lease=work.lease.id)
         elif outcome in DELIVERED:
@@ -340,11 +340,12 @@ class Shift:
 
         A result in the backlog is sent all the same: its answer says what became of it.
         """
-        for lease_id in list(self._works) if lease_ids is None else lease_ids:
-            work = self._works.get(lease_id)
-            if work is not None and not work.ended:
-                log.info("lease_lost", lease=lease_id)
-                work.cancel(Cause.LOST)
+        asked = list(self._works) if lease_ids is None else lease_ids
+        lost = [w for w in map(self._works.get, asked) if w is not None and not w.ended]
+        for work in lost:
+            work.cancel(Cause.LOST)
+        if lost:
+            log.info("leases_lost", leases=len(lost), first=lost[0].lease.id)
 
     # --- time ------------------------------------------------------------------------------------
     async def watch(self) -> None:
