@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from rollstream.batch import Batch
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted
-from rollstream.stream import ACK_TIMEOUT_S, GroupStream
+from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
 
 T = TypeVar("T")
 
@@ -107,8 +107,7 @@ class AsyncGroupStream:
 
     async def batches(self, groups: int = 32, timeout_s: float = 600.0) -> AsyncIterator[Batch]:
         """Yield batches until the run is over; ends and errors are those of `GroupStream`."""
-        if groups < 1 or timeout_s <= 0:
-            raise ValueError(f"groups={groups}, timeout_s={timeout_s}: both must be positive")
+        check_bounds(groups, timeout_s)
         while (batch := await self.next_batch(groups, timeout_s)) is not None:
             yield batch
 

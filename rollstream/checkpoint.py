@@ -14,6 +14,8 @@ from rollstream.errors import RunMismatch
 from rollstream.frontier import TerminalIds
 
 STATE_VERSION = 1
+MAX_VERSION = 1 << 53
+"""Weight versions beyond this are not exact in Redis's scripts."""
 
 
 @dataclass(slots=True)
@@ -42,10 +44,12 @@ class Checkpoint:
         Raises:
             ValueError: not such data, or of a newer version.
         """
-        if not isinstance(data, Mapping) or not isinstance(data.get("version"), int):
+        if not isinstance(data, Mapping) or type(data.get("version")) is not int:
             raise ValueError(
                 "state is not what GroupStream.state_dict() returned (it has no 'version')"
             )
+        if data["version"] < 1:
+            raise ValueError(f"state has version {data['version']}, which never was")
         if data["version"] > STATE_VERSION:
             raise ValueError(
                 f"state has version {data['version']}, newer than {STATE_VERSION}; "
@@ -55,8 +59,10 @@ class Checkpoint:
         weight_version = data.get("weight_version", 0)
         if not isinstance(run, str) or not isinstance(fingerprint, str):
             raise ValueError("state lacks 'run' or 'fingerprint'")
-        if not isinstance(weight_version, int):
-            raise ValueError(f"state's 'weight_version' is {weight_version!r}, expected an integer")
+        if type(weight_version) is not int or not 0 <= weight_version <= MAX_VERSION:
+            raise ValueError(
+                f"state's 'weight_version' is {weight_version!r}, expected an integer from 0"
+            )
         try:
             terminal = TerminalIds.from_plain(dict(data))
         except ValueError as error:

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
-MAX_BITMAP_BYTES = 64 << 20
-"""A checkpoint whose bitmap inflates beyond this (half a billion ids) is refused."""
+MAX_BITMAP_BYTES = 1 << 20
+"""A checkpoint whose bitmap inflates beyond this is refused: the window of the largest
+`producer.capacity_groups` fits, and reading one costs no more than some hundred megabytes."""
+MAX_ID = 1 << 51
+"""Ids are lower, so that every `Sample.index` is an int64."""
 
 
 class TerminalIds:
@@ -99,8 +102,8 @@ class TerminalIds:
             ValueError: not such data.
         """
         frontier, above = data.get("frontier"), data.get("above")
-        if not isinstance(frontier, int) or isinstance(frontier, bool) or frontier < 0:
-            raise ValueError(f"'frontier' is {frontier!r}, expected an integer of at least 0")
+        if type(frontier) is not int or not 0 <= frontier <= MAX_ID:
+            raise ValueError(f"'frontier' is {frontier!r}, expected an integer from 0 to {MAX_ID}")
         if not isinstance(above, str):
             raise ValueError(f"'above' is {type(above).__name__}, expected text")
         inflate = zlib.decompressobj()
@@ -108,7 +111,7 @@ class TerminalIds:
             bitmap = inflate.decompress(base64.b64decode(above, validate=True), MAX_BITMAP_BYTES)
         except (ValueError, zlib.error) as error:
             raise ValueError(f"'above' cannot be read: {error}") from None
-        if inflate.unconsumed_tail or not inflate.eof:
+        if inflate.unconsumed_tail or inflate.unused_data or not inflate.eof:
             raise ValueError("'above' is truncated, or larger than allowed")
         return cls(frontier, bitmap)
 

@@ -173,11 +173,13 @@ def reward_number(reward: Reward, reward_key: str | None) -> float | None:
     value: Any = reward
     if isinstance(value, dict):
         value = value.get(reward_key) if reward_key else None
-    if isinstance(value, bool):
-        return float(value)
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond every float
+        return None
+    return number if math.isfinite(number) else None
 
 
 def judge_member(

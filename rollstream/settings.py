@@ -175,7 +175,7 @@ class ProducerTable(Table):
     """How often every row is used."""
     shuffle_seed: int | None = Field(None, ge=0)
     """None keeps the order of the file."""
-    capacity_groups: int = Field(512, ge=1)
+    capacity_groups: int = Field(512, ge=1, le=1_000_000)
     """How many groups may be live at once: the back-pressure."""
     on_bad_row: Literal["error", "skip"] = "error"
     """`error` stops before anything is enqueued where it can; `skip` counts the row and goes on."""

@@ -11,6 +11,7 @@ time may iterate.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollstream.batch import Batch
-from rollstream.checkpoint import Checkpoint
+from rollstream.checkpoint import MAX_VERSION, Checkpoint
 from rollstream.errors import RunMismatch, StreamError
 from rollstream.hold import Hold
 from rollstream.queue import calls
@@ -33,6 +34,17 @@ log = logging.getLogger("rollstream.stream")
 
 ACK_TIMEOUT_S = 60.0
 """How long an ack outlasts a Redis outage."""
+
+
+def check_bounds(groups: int, timeout_s: float) -> None:
+    """Refuse a batch or a wait that is none.
+
+    Raises:
+        ValueError: not positive.
+        TypeError: `groups` is no whole number.
+    """
+    if operator.index(groups) < 1 or not timeout_s > 0:
+        raise ValueError(f"groups={groups}, timeout_s={timeout_s}: both must be positive")
 
 
 class GroupStream:
@@ -157,8 +169,7 @@ class GroupStream:
             CapacityTooSmall: such a batch can never fill.
             WireTooNew: the workers speak a newer wire version.
         """
-        if groups < 1 or timeout_s <= 0:
-            raise ValueError(f"groups={groups}, timeout_s={timeout_s}: both must be positive")
+        check_bounds(groups, timeout_s)
         return self._iterate(groups, timeout_s)
 
     def _iterate(self, groups: int, timeout_s: float) -> Iterator[Batch]:
@@ -257,9 +268,13 @@ class GroupStream:
             label: the engines' own name of these weights, where they report one.
 
         Raises:
-            ValueError: lower than the version before.
+            ValueError: lower than the version before, or beyond 2^53.
+            TypeError: no whole number.
             StreamError: Redis did not answer in time.
         """
+        version = operator.index(version)
+        if version > MAX_VERSION:
+            raise ValueError(f"weight version {version} is larger than {MAX_VERSION}")
         with self._lock:
             hold = self._hold
             if version < hold.lineage.version:
@@ -284,6 +299,7 @@ class GroupStream:
             StreamError: Redis did not answer, or groups are left after `timeout_s`.
         """
         limit = time.monotonic() + timeout_s
+        reason = reason.encode(errors="replace").decode()
         with self._lock:
             hold = self._hold
             hold.aborted_here = True

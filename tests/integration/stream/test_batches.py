@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,34 @@ def test_stream_ends_normally_with_a_short_last_batch(run: Backstage, connect: C
     assert run.queue.depths()["live"] == 0
     audit = run.queue.call(calls.audit(deep=True))
     assert (audit.enqueued, audit.acked, audit.live, audit.problems) == (5, 5, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("groups", "timeout_s"),
+    [(0, 1), (-1, 1), (2.5, 1), (float("nan"), 1), ("3", 1), (1, 0), (1, -1), (1, float("nan"))],
+)
+def test_stream_refuses_a_batch_or_a_wait_that_is_none(
+    run: Backstage, connect: Connect, groups: Any, timeout_s: float
+) -> None:
+    run.finish(0)
+    stream = connect()
+    with pytest.raises((ValueError, TypeError)):
+        stream.batches(groups=groups, timeout_s=timeout_s)
+    assert next(stream.batches(groups=1)).group_indexes == [0]
+
+
+@pytest.mark.parametrize("version", [-1, 1.5, "7", None, 1 << 60])
+def test_stream_refuses_a_version_that_is_none_and_keeps_its_own(
+    run: Backstage, connect: Connect, version: Any
+) -> None:
+    stream = connect()
+    stream.set_weight_version(np.int64(3))
+    with pytest.raises((ValueError, TypeError)):
+        stream.set_weight_version(version)
+    assert stream.version == 3
+    info = run.queue.info()
+    assert info is not None
+    assert info.version == 3
 
 
 def test_stream_waits_for_what_is_still_open_before_it_ends(

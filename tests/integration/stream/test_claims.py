@@ -267,7 +267,16 @@ def test_checkpoint_over_other_data_is_refused_and_the_older_trainer_stays(
     assert next(stream.batches(groups=1)).group_indexes == [0]
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 1, "run": "x"}, ["no"]])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {}, {"version": 2}, {"version": 0}, {"version": True}, {"version": 1, "run": "x"}, ["no"],
+        *(
+            {"version": 1, "run": "x", "fingerprint": "x", "weight_version": version}
+            for version in (-1, True, 1.0, "1", 1 << 60)
+        ),
+    ],
+)  # fmt: skip
 def test_connect_refuses_a_state_that_is_none_of_ours(connect: Connect, state: object) -> None:
     with pytest.raises(ValueError, match="state"):
         connect(state=state)

@@ -96,6 +96,12 @@ def test_to_arrays_gives_a_removed_sample_a_row_without_a_mask() -> None:
         (0.0, None, 0.0),
         (float("nan"), None, None),
         (True, None, 1.0),
+        (float("inf"), None, None),
+        (10**400, None, None),
+        ([1.0], None, None),
+        ("1", None, None),
+        ({"score": {"score": 1.0}}, "score", None),
+        ({"score": 10**400}, "score", None),
         ({"score": 0.25, "len": 3}, "score", 0.25),
         ({"score": 0.25}, None, None),
     ],
@@ -106,6 +112,14 @@ def test_to_arrays_never_takes_no_verdict_for_zero(
     group = a_group(0, [a_sample(0, 0, reward=reward)], reward_key=key)
     value = Batch([group]).to_arrays()["reward"][0]
     assert np.isnan(value) if expected is None else value == expected
+
+
+@pytest.mark.parametrize("value", [None, "hot", [1], {}, 1e308])
+def test_to_arrays_takes_a_temperature_that_is_none_for_none(value: object) -> None:
+    sample = a_sample(0, 0)
+    sample.calls[0].sampling["temperature"] = sample.sampling["temperature"] = value
+    given = Batch([a_group(0, [sample])]).to_arrays()["temperature"][0]
+    assert given == np.finfo(np.float32).max if value == 1e308 else np.isnan(given)
 
 
 def test_to_arrays_masks_by_the_calls_where_a_sample_has_no_mask() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
+import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.frontier import TerminalIds
+from producer.order import MAX_GROUPS
+from rollstream.frontier import MAX_BITMAP_BYTES, MAX_ID, TerminalIds
+from rollstream.settings import ProducerTable
 
 
 def test_terminal_ids_move_the_frontier_over_what_is_in_the_set() -> None:
@@ -48,15 +52,22 @@ def test_terminal_ids_join_is_the_union(left: set[int], right: set[int]) -> None
     assert a.frontier not in a
 
 
+def packed(bitmap: bytes, behind: bytes = b"") -> str:
+    return base64.b64encode(zlib.compress(bitmap) + behind).decode()
+
+
 @pytest.mark.parametrize(
     ("data", "names"),
     [
         ({"above": ""}, "frontier"),
         ({"frontier": -1, "above": ""}, "frontier"),
         ({"frontier": True, "above": ""}, "frontier"),
+        ({"frontier": 1 << 70, "above": ""}, "frontier"),
         ({"frontier": 1}, "above"),
         ({"frontier": 1, "above": "!!"}, "above"),
         ({"frontier": 1, "above": "eJw="}, "above"),
+        ({"frontier": 1, "above": packed(b"\x80", b"more")}, "above"),
+        ({"frontier": 1, "above": packed(b"\xaa" * (2 << 20))}, "larger than allowed"),
     ],
 )
 def test_terminal_ids_refuse_garbage_and_name_the_field(
@@ -64,3 +75,10 @@ def test_terminal_ids_refuse_garbage_and_name_the_field(
 ) -> None:
     with pytest.raises(ValueError, match=names):
         TerminalIds.from_plain(data)
+
+
+def test_the_largest_window_fits_into_a_checkpoint() -> None:
+    capacity = ProducerTable.model_fields["capacity_groups"]
+    largest = next(rule.le for rule in capacity.metadata if hasattr(rule, "le"))
+    assert 8 * largest <= 8 * MAX_BITMAP_BYTES
+    assert MAX_ID == MAX_GROUPS
