@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from redis.exceptions import ResponseError
+
 from rollstream.batch import Batch
 from rollstream.errors import DropReason, StreamError
 from rollstream.intake import Fenced, HeldGroup, Intake
@@ -22,7 +24,7 @@ from rollstream.lineage import Lineage, RunMissing
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo, StreamEntry
-from rollstream.runs import OUTAGES, REFUSALS, missing
+from rollstream.runs import OUTAGES, REFUSALS, damaged, is_damage, missing
 from rollstream.wire import decode_prompt
 
 T = TypeVar("T")
@@ -127,6 +129,10 @@ class Hold:
                 trouble = self._settled(error)
             except RunMissing:
                 pass
+            except ResponseError as error:
+                if is_damage(error):
+                    raise damaged(self.queue, self.url, error) from error
+                raise
             if time.monotonic() >= limit:
                 raise missing(self.queue, self.url, timeout_s, trouble) from trouble
             self.pulse_soon()

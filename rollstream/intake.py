@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rollstream.assemble import assemble
 from rollstream.errors import DropReason, WireError, WireTooNew
-from rollstream.group import EnvRule, FinishedGroup
+from rollstream.group import INDEX_STRIDE, EnvRule, FinishedGroup
 from rollstream.lineage import Lineage
 from rollstream.queue import calls
 
@@ -28,6 +28,15 @@ MAX_ANSWER_BYTES = 4 << 20
 """About how much one round trip may bring: enough to hide its latency, and no stall of Redis."""
 FIRST_GROUPS = 4
 MAX_GROUPS = 64
+
+
+def _index_of(entry: StreamEntry) -> int | None:
+    """Return the id that an entry refers to; None where nothing of ours has written it."""
+    gid = entry.group_index
+    # The length first: reading a number of a million digits takes a while.
+    if len(gid) < 20 and gid.isdecimal() and gid.isascii() and 1 <= entry.n <= INDEX_STRIDE:
+        return int(gid)
+    return None
 
 
 class Fenced(Exception):
@@ -109,8 +118,10 @@ class Intake:
         fresh: dict[int, StreamEntry] = {}
         ended: list[str] = []
         for entry in entries:
-            group_index = int(entry.group_index)
-            if group_index in self._lineage.terminal:
+            group_index = _index_of(entry)
+            if group_index is None:
+                log.error("foreign entry ignored", extra={"entry": str(entry)[:200]})
+            elif group_index in self._lineage.terminal:
                 ended.append(entry.group_index)
             elif group_index not in self._held:
                 fresh[group_index] = entry

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import redis
 from redis import exceptions as redis_errors
 
-from rollstream.errors import RunLost, StreamError
+from rollstream.errors import RunLost, StreamError, WireError
 from rollstream.queue.keys import run_of
 from rollstream.urls import shown_url
 
@@ -83,6 +83,10 @@ def await_run(
             raise StreamError(f"Redis at {shown_url(url)} refuses this client: {error}") from None
         except OUTAGES as error:
             trouble = error
+        except WireError:
+            raise  # newer than this library, and says so
+        except (redis_errors.ResponseError, LookupError, ValueError) as error:
+            raise damaged(queue, url, error) from error
         if time.monotonic() >= limit:
             raise missing(queue, url, timeout_s, trouble) from trouble
         if not told:
@@ -92,6 +96,20 @@ def await_run(
                 extra={"run": queue.run, "timeout_s": timeout_s, "redis": shown_url(url)},
             )
         interrupt.wait(min(POLL_S, max(0.0, limit - time.monotonic())))
+
+
+def damaged(queue: BlockingQueue, url: str, error: Exception) -> StreamError:
+    """Return the error of a run whose keys are not what we wrote."""
+    return StreamError(
+        f"run {queue.run!r} at {shown_url(url)} cannot be read: keys under {queue.prefix}* are "
+        f"another program's, or damaged ({type(error).__name__}: {error}). Remove them and let a "
+        "producer open the run again: a checkpoint keeps its place"
+    )
+
+
+def is_damage(error: Exception) -> bool:
+    """Return whether a server says that a key is of another kind than ours."""
+    return isinstance(error, redis_errors.ResponseError) and "WRONGTYPE" in str(error)
 
 
 def missing(
@@ -105,6 +123,11 @@ def missing(
         except OUTAGES as error:
             trouble = error
         else:
+            if queue.run in others:
+                return RunLost(
+                    f"run {queue.run!r} at {where} has lost its streams: keys of it were removed. "
+                    "Remove the others too, and let a producer open it again"
+                )
             known = f"runs there: {', '.join(others)}" if others else "there is no run at all"
             return RunLost(
                 f"no run {queue.run!r} at {where} after {timeout_s:g} s ({known}); a producer "

@@ -17,7 +17,7 @@ from rollstream.hold import MAX_WAIT_S, PAUSE_S, Hold
 from rollstream.intake import Fenced
 from rollstream.lineage import RunMissing
 from rollstream.queue.reads import StreamEntry
-from rollstream.runs import OUTAGES, REFUSALS, missing
+from rollstream.runs import OUTAGES, REFUSALS, damaged, is_damage, missing
 
 REPAGE_S = 1.0
 """A wait that was idle for this long reads the pending list again."""
@@ -159,5 +159,7 @@ class Wait:
             if now - self._moved_mono_s >= self._timeout_s:
                 raise ends.stalled(None, self._timeout_s, "") from error
         elif not isinstance(error, Fenced):
+            if is_damage(error):
+                raise damaged(hold.queue, hold.url, error) from error
             raise error  # an error of a script is a bug, not an outage
         time.sleep(PAUSE_S)

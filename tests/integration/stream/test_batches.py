@@ -376,6 +376,33 @@ def test_stream_gives_up_a_group_whose_records_are_garbage_and_goes_on(
     assert run.queue.call(calls.audit(deep=True)).problems == []
 
 
+FOREIGN: list[dict[str, Any]] = [
+    {"g": "abc", "n": 2}, {"g": "-1", "n": 2}, {"g": "٣", "n": 2}, {"g": "9" * 5000, "n": 2},
+    {"g": "e:1", "n": 1}, {"g": "5", "n": 0}, {"g": "5", "n": 10**9},
+]  # fmt: skip
+
+
+def test_stream_passes_over_entries_that_are_none_of_ours(run: Backstage, connect: Connect) -> None:
+    ready = f"{run.queue.prefix}ready"
+    for fields in FOREIGN:
+        run.queue.client.xadd(ready, fields)
+    run.finish(0, 1)
+    run.end_of_data()
+    assert ids_of(connect()) == [[0, 1]]
+
+
+@pytest.mark.parametrize("key", ["m", "c", "cur", "ready", "g:0", "b:0"])
+def test_stream_says_which_run_has_keys_of_another_kind(
+    run: Backstage, connect: Connect, key: str
+) -> None:
+    run.finish(0)
+    damaged = f"{run.queue.prefix}{key}"
+    run.queue.client.delete(damaged)
+    run.queue.client.rpush(damaged, "x")
+    with pytest.raises(StreamError, match=rf"run '{run.queue.run}' .* cannot be read: keys under"):
+        list(connect().batches(groups=1, timeout_s=3))
+
+
 def test_stream_refuses_a_newer_wire_version_and_keeps_the_groups(
     run: Backstage, connect: Connect
 ) -> None:
