@@ -167,6 +167,7 @@ def play(asked: argparse.Namespace) -> None:
 async def work(url: str, mean_s: float) -> None:  # noqa: PLR0915 - it puts the parts together
     """Run one worker, aggregator inside; generate waits `mean_s` on average."""
     from rollstream.group import EnvRule
+    from rollstream.link import Link
     from rollstream.queue.queue import Queue
     from rollstream.sample import Call
     from worker.aggregate.aggregator import Aggregator
@@ -175,7 +176,6 @@ async def work(url: str, mean_s: float) -> None:  # noqa: PLR0915 - it puts the 
     from worker.generate.finish import finish
     from worker.groups import GroupBook
     from worker.heart import Heart, RunView
-    from worker.link import Link
     from worker.rollout import Rollout
     from worker.sampling import Sampling
     from worker.shift import Shift, ShiftLimits, new_incarnation

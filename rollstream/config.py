@@ -36,8 +36,9 @@ from rollstream.config_keys import (
     plain,
 )
 from rollstream.errors import ConfigError, RollstreamError, RunMismatch
+from rollstream.masking import mask
 from rollstream.settings import Settings
-from rollstream.urls import scrub, shown_url
+from rollstream.urls import scrub
 
 DEFAULT_FILE = "rollstream.toml"
 DEFAULT = "default"
@@ -431,22 +432,6 @@ def _where(error: BaseException) -> str:
 
 
 # --- showing -------------------------------------------------------------------------------------
-def mask(value: Any) -> Any:
-    """Return `value` fit to be shown: passwords become `***`, types become plain ones."""
-    if isinstance(value, SecretStr):
-        secret = value.get_secret_value()
-        return shown_url(secret) if "://" in secret else "***" if secret else ""
-    if isinstance(value, str):
-        return shown_url(value)
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(k): mask(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [mask(v) for v in value]
-    return value
-
-
 def show(loaded: Loaded, as_json: bool = False) -> str:
     """Return every effective value with where it came from; secrets are masked.
 

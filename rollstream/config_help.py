@@ -22,8 +22,8 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from rollstream import settings as tables
-from rollstream.config import mask
 from rollstream.config_keys import KeyPath, all_keys
+from rollstream.masking import mask
 
 EXIT_CODES = {
     0: "it did what it was asked to do, or was told to stop",

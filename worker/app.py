@@ -20,6 +20,7 @@ import structlog
 
 import rollstream
 from rollstream.errors import RunFailed
+from rollstream.link import OUTAGE, Link
 from rollstream.queue.queue import Queue
 from rollstream.settings import Settings
 from rollstream.wire import WIRE_VERSION
@@ -30,7 +31,6 @@ from .engines.pool import EnginePool
 from .generate.finish import finish
 from .groups import GroupBook
 from .heart import LOST, OVER, Heart, Role, RunView
-from .link import OUTAGE, Link
 from .rollout import Rollout
 from .shift import Shift, ShiftLimits, new_incarnation
 from .startup import build_scorers, env_judges, env_runtimes
@@ -62,7 +62,7 @@ class Worker:
         self.incarnation = new_incarnation()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._link, self._view = Link(), RunView()
+        self._link, self._view = Link("worker"), RunView()
         self._metrics = Metrics(
             version=rollstream.__version__,
             wire=WIRE_VERSION,

@@ -16,13 +16,13 @@ from typing import Any
 
 import structlog
 
+from rollstream.link import OUTAGE, Link
 from rollstream.queue import calls
 from rollstream.queue.calls import BeatAnswer, ScriptCall, SweepAnswer
 from rollstream.queue.keys import SWEEP_PAGE
 from rollstream.queue.queue import Queue
 from rollstream.queue.reads import RunInfo
 
-from .link import OUTAGE, Link
 from .telemetry.metrics import Metrics
 
 BEATS_A_LEASE = 3

@@ -21,6 +21,7 @@ import structlog
 
 from rollstream.errors import MemberReason, Report, StopReason, WireError
 from rollstream.group import Trajectory
+from rollstream.link import Link
 from rollstream.queue import calls
 from rollstream.queue.calls import LeasedGroup, LeasedMember
 from rollstream.queue.keys import MAX_LEASE
@@ -29,7 +30,6 @@ from rollstream.wire import encode_body, encode_header, encode_text
 
 from .groups import GroupBook
 from .heart import LOST, OVER, RunView
-from .link import Link
 from .rollout import Rollout
 from .submit import DELIVERED, Submitter
 from .telemetry.metrics import Metrics

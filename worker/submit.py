@@ -20,12 +20,12 @@ import structlog
 from redis.exceptions import ResponseError
 
 from rollstream.errors import MemberReason, Report
+from rollstream.link import OUTAGE, Link
 from rollstream.queue import calls
 from rollstream.queue.calls import CompleteAnswer, Completion, ScriptCall
 from rollstream.queue.keys import MAX_COMPLETE_BYTES, MAX_MEMBERS_A_CALL
 from rollstream.queue.queue import Queue
 
-from .link import OUTAGE, Link
 from .work import Work
 
 DELIVERED = frozenset({"ok", "dup"})

@@ -22,7 +22,8 @@ from rollstream import Call, FinishedGroup, Sample
 from rollstream.errors import ContractError
 from rollstream.sample import LogProbs, TokenIds
 from worker.engines.sim.answers import load_answers
-from worker.engines.sim.policy import Policy, PolicyConfig
+from worker.engines.sim.policy import Policy
+from worker.engines.sim.script import PolicyConfig
 
 KEPT_FINDINGS = 20
 """How many findings keep their text; all are counted."""

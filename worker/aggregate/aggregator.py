@@ -19,13 +19,13 @@ import structlog
 
 from rollstream.errors import DropReason, RolloutFault, WireError
 from rollstream.group import GroupView, PromptGroup
+from rollstream.link import Link
 from rollstream.queue import calls
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.queue import Queue
 from rollstream.queue.reads import StoredGroup, StreamEntry
 from rollstream.wire import decode_body, decode_prompt
 
-from ..link import Link
 from ..telemetry.metrics import Metrics
 from .judge import KEEP, EnvJudge, FilterError, Verdict, judge, view_of
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from rollstream.group import EnvRule
+from rollstream.link import Link
 from rollstream.queue import calls
 from rollstream.queue.queue import Queue
 from rollstream.queue.reads import StoredGroup
@@ -24,7 +25,6 @@ from worker.aggregate.aggregator import Aggregator, AggregatorLimits
 from worker.aggregate.judge import EnvJudge
 from worker.aggregate.loader import LoadedFilter, load_filters
 from worker.heart import Heart, Role, RunView
-from worker.link import Link
 from worker.shift import Shift, ShiftLimits, new_incarnation
 from worker.telemetry.metrics import Metrics
 from worker.types import GenerateInput, GenerateOutput

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from redis import exceptions as redis_errors
 
+from rollstream.link import Link
 from rollstream.queue.queue import Queue
-from worker.link import Link
 
 
 async def test_a_wait_that_is_cancelled_at_any_moment_of_its_connection_ends(

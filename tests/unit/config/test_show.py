@@ -14,9 +14,10 @@ import pytest
 from redis import exceptions as redis_errors
 
 from rollstream import config_help
-from rollstream.config import Loaded, load_settings, mask, run_app, show
+from rollstream.config import Loaded, load_settings, run_app, show
 from rollstream.config_keys import all_keys
 from rollstream.errors import ConfigError, RunFailed, RunMismatch
+from rollstream.masking import mask
 from rollstream.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,8 @@ import pytest
 from rollstream.errors import ConfigError
 from tests.vocabulary_once import tokenizer_of
 from worker.engines.sim.answers import load_answers
-from worker.engines.sim.policy import Policy, PolicyConfig
+from worker.engines.sim.policy import Policy
+from worker.engines.sim.script import PolicyConfig
 from worker.engines.sim.script import solve_rate
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,8 @@ from rollstream.errors import ConfigError
 from .answers import load_answers
 from .faults import Fault, FaultConfig
 from .http import port_of, serve
-from .policy import NOTICE, Policy, PolicyConfig
+from .policy import NOTICE, Policy
+from .script import PolicyConfig
 from .server import SimEngine
 
 _FAULT_FIELDS = {kind: kind.value for kind in Fault} | {Fault.UNAVAILABLE: "unavailable"}

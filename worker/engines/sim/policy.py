@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,38 +25,12 @@ from tokenizers import Tokenizer
 
 from rollstream.sample import LogProbs, TokenIds
 
-from .script import Draw, Situation, write_text
+from .script import Draw, PolicyConfig, Situation, write_text
 from .vocabulary import Vocabulary
 
 NOTICE = "a scripted stand-in for a model, not a model"
 DEFAULT_SEED = 42
 """Of a request without a seed, as SGLang's deterministic inference has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyConfig:
-    """What the policy does how often; an auditor needs the same values."""
-
-    think_rate: float = 0.5
-    """Share of replies that begin with a reasoning block."""
-    tool_rate: float = 0.6
-    """Share of first replies that call a tool, where the prompt lists one."""
-    again_rate: float = 0.15
-    """Share of later replies that call it once more."""
-    malformed_rate: float = 0.02
-    """Share of tool calls that are not valid JSON."""
-    never_rate: float = 0.1
-    """Share of problems that no member solves."""
-    always_rate: float = 0.1
-    """Share of problems that every member solves; the others are solved in 20-80 % of the cases."""
-    split_rate: float = 0.03
-    """Share of tokens that are sampled as two that spell the same: not the canonical encoding."""
-    max_sentences: int = 8
-    """Of reasoning, and of explanation before an answer."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

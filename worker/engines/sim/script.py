@@ -10,11 +10,8 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from .policy import PolicyConfig
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 V = TypeVar("V")
 _MASK = (1 << 64) - 1
@@ -61,6 +58,32 @@ class Draw:
     def pick(self, values: Sequence[V]) -> V:
         """Return one of the values."""
         return values[self.below(len(values))]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """What the policy does how often; an auditor needs the same values."""
+
+    think_rate: float = 0.5
+    """Share of replies that begin with a reasoning block."""
+    tool_rate: float = 0.6
+    """Share of first replies that call a tool, where the prompt lists one."""
+    again_rate: float = 0.15
+    """Share of later replies that call it once more."""
+    malformed_rate: float = 0.02
+    """Share of tool calls that are not valid JSON."""
+    never_rate: float = 0.1
+    """Share of problems that no member solves."""
+    always_rate: float = 0.1
+    """Share of problems that every member solves; the others are solved in 20-80 % of the cases."""
+    split_rate: float = 0.03
+    """Share of tokens that are sampled as two that spell the same: not the canonical encoding."""
+    max_sentences: int = 8
+    """Of reasoning, and of explanation before an answer."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
