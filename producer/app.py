@@ -126,7 +126,7 @@ def check_startable(state: str, run: str) -> None:
     if state == "ended":
         raise RunMismatch(
             f"run {run!r} has ended; its counters were left as they are: take another run.name, "
-            "or remove it first"
+            f"or remove the old one: rollstream runs --remove {run}"
         )
 
 

@@ -75,7 +75,7 @@ def check_opened(answer: list[str], run: str, fingerprint: str) -> str:
         difference = f"exists already with other data: {_differences(theirs, fingerprint)}"
     raise RunMismatch(
         f"run {run!r} {difference}. The run was left as it is: take another run.name, "
-        "or remove it first"
+        f"or remove the old one: rollstream runs --remove {run}"
     )
 
 

@@ -65,6 +65,8 @@ def _dispatch(argv: list[str]) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return USAGE
+    if args.command == "runs" and args.remove is None and (args.yes or args.force):
+        parser.error("--yes and --force belong to runs --remove NAME")
     from rollstream.cli.inspect import COMMANDS
 
     return COMMANDS[args.command](args)
@@ -91,7 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="also that every member and every entry is in exactly one place (reads all groups)",
     )
     commands.add_parser("stats", parents=[server, run], help="where the groups of a run are")
-    commands.add_parser("runs", parents=[server], help="the runs on a server")
+    runs = commands.add_parser("runs", parents=[server], help="the runs on a server; remove one")
+    runs.add_argument("--remove", metavar="NAME", help="delete every key of that run")
+    runs.add_argument("--yes", action="store_true", help="do not ask")
+    runs.add_argument(
+        "--force", action="store_true", help="also where a producer or worker is alive"
+    )
     for app in APPS:
         commands.add_parser(app, add_help=False, help=f"start a {app}: rollstream {app} --help")
     commands.add_parser("config", add_help=False, help="config show: every effective value")

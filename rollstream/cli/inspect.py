@@ -1,36 +1,33 @@
 """`audit`, `stats` and `runs`: what a person or a script asks of a server.
 
-Owns which figures are shown. Never writes to a run. Invariant: an unreachable server and an
-unknown run are one line on standard error within `--timeout-s`, and exit code 3.
+Owns which figures are shown. Never writes to a run (`runs --remove` is `rollstream.cli.remove`).
+Invariant: `--json` and the text for people say the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import ResponseError
 
-from rollstream.cli.exits import OK, PROBLEM, UNREACHABLE, USAGE, CommandError
+from rollstream.cli.exits import OK, PROBLEM
+from rollstream.cli.reach import queue_of, reached, the_run, url_of
+from rollstream.cli.remove import remove
 from rollstream.cli.view import print_json, print_rows
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo
-from rollstream.runs import OUTAGES, REFUSALS, list_runs
-from rollstream.urls import redis_url_problem, shown_url
-
-DEFAULT_URL = "redis://127.0.0.1:6379"
+from rollstream.runs import list_runs
+from rollstream.urls import shown_url
 
 
 def audit(args: argparse.Namespace) -> int:
     """Prove the accounting identity; exit code 1 where it does not hold."""
-    with _run(args) as (queue, _):
+    with the_run(args) as (queue, _):
         answer = queue.call(calls.audit(deep=args.deep))
     if args.json:
         print_json({"run": queue.run, "deep": args.deep, "ok": not answer.problems}
@@ -49,7 +46,7 @@ def audit(args: argparse.Namespace) -> int:
 
 def stats(args: argparse.Namespace) -> int:
     """Show where the groups of a run are, and who is alive."""
-    with _run(args) as (queue, info):
+    with the_run(args) as (queue, info):
         counters, depths, presence = queue.counters(), queue.depths(), queue.presence()
     if args.json:
         shown = asdict(info)
@@ -102,12 +99,14 @@ def _by_reason(counters: Mapping[str, int], kind: str) -> dict[str, int]:
 
 
 def runs(args: argparse.Namespace) -> int:
-    """List the runs on a server."""
-    url = _url(args)
+    """List the runs on a server, or remove one."""
+    if args.remove is not None:
+        return remove(args)
+    url = url_of(args)
     found: list[dict[str, Any]] = []
-    with _reached(args, url, "") as queue:
+    with reached(args, url, "") as queue:
         for name in list_runs(queue.client):
-            with contextlib.closing(_queue(args, url, name)) as one:
+            with contextlib.closing(queue_of(args, url, name)) as one:
                 found += _row_of(one)
     if args.json:
         print_json(found)
@@ -143,84 +142,3 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "stats": stats,
     "runs": runs,
 }
-
-
-# --- reaching a run ------------------------------------------------------------------------------
-def _url(args: argparse.Namespace) -> str:
-    if args.redis:
-        return str(args.redis)
-    file = os.environ.get("ROLLSTREAM_REDIS__URL_FILE")
-    if file:
-        try:
-            return Path(file).read_text(encoding="utf-8-sig").strip()
-        except (OSError, ValueError) as error:  # not UTF-8, or a name that cannot be one
-            raise CommandError(f"ROLLSTREAM_REDIS__URL_FILE: {error}", USAGE) from None
-    return os.environ.get("ROLLSTREAM_REDIS__URL") or DEFAULT_URL
-
-
-def _queue(args: argparse.Namespace, url: str, run: str) -> BlockingQueue:
-    if problem := redis_url_problem(url):
-        raise CommandError(f"--redis {shown_url(url)}: expected {problem}", USAGE)
-    ca = args.ca or os.environ.get("ROLLSTREAM_REDIS__CA")
-    if ca and not Path(ca).is_file():
-        raise CommandError(f"--ca {ca}: there is no such file", USAGE)
-    return BlockingQueue.connect(url, run, ca=ca, connect_timeout_s=args.timeout_s)
-
-
-@contextlib.contextmanager
-def _reached(args: argparse.Namespace, url: str, run: str) -> Iterator[BlockingQueue]:
-    """A queue whose outages are one line; a server that hangs is as good as none."""
-    started = time.monotonic()
-    with contextlib.closing(_queue(args, url, run)) as queue:
-        # Three tries of the client share the bound.
-        queue.client.connection_pool.connection_kwargs["socket_timeout"] = args.timeout_s / 3
-        try:
-            yield queue
-        except REFUSALS as error:
-            raise CommandError(
-                f"Redis at {shown_url(url)} refuses this client: {error}", UNREACHABLE
-            ) from None
-        except InvalidResponse as error:
-            raise CommandError(
-                f"what answers at {shown_url(url)} is not Redis: {error}", UNREACHABLE
-            ) from None
-        except (ResponseError, LookupError, ValueError) as error:
-            if not run:
-                raise CommandError(f"Redis at {shown_url(url)}: {error}", PROBLEM) from None
-            raise CommandError(
-                f"run {run!r} at {shown_url(url)} cannot be read: its keys are damaged, another "
-                f"program's, or of another version ({type(error).__name__}: {error})",
-                PROBLEM,
-            ) from None
-        except OUTAGES as error:
-            waited = time.monotonic() - started
-            raise CommandError(
-                f"Redis at {shown_url(url)} cannot be reached (tried for {waited:.1f} s): {error}; "
-                "start it, or give --redis URL",
-                UNREACHABLE,
-            ) from None
-
-
-@contextlib.contextmanager
-def _run(args: argparse.Namespace) -> Iterator[tuple[BlockingQueue, RunInfo]]:
-    url = _url(args)
-    name = args.run or os.environ.get("ROLLSTREAM_RUN__NAME")
-    if not name:
-        with _reached(args, url, "") as server:
-            name = _only_run(list_runs(server.client), url)
-    with _reached(args, url, name) as queue:
-        info = queue.info()
-        if info is None:
-            others = ", ".join(list_runs(queue.client)) or "none"
-            raise CommandError(
-                f"no run {name!r} at {shown_url(url)}; runs there: {others}", UNREACHABLE
-            )
-        yield queue, info
-
-
-def _only_run(names: list[str], url: str) -> str:
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise CommandError(f"there is no run at {shown_url(url)}", UNREACHABLE)
-    raise CommandError(f"several runs, name one with --run: {', '.join(names)}", USAGE)

@@ -133,6 +133,7 @@ async def test_producer_of_other_data_is_refused_and_the_run_stays_as_it_was(
         assert done.returncode == 4
         (line,) = [line for line in done.stderr.splitlines() if ": error: " in line]
         assert f"run '{run_name}' exists already with other data" in line
+        assert f"rollstream runs --remove {run_name}" in line
         for named in ("source is", "rows is 5 there and 6 here", "run.name"):
             assert named in line
         assert await trainer.queue.client.hgetall(key) == before
