@@ -1,4 +1,4 @@
-"""How long the merge of many turns takes, and how that grows: design section 12.
+"""How long the merge of many turns takes, and how that grows (docs/benchmarks.md).
 
     python -m benchmarks.merge [--json]
 

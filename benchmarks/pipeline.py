@@ -1,4 +1,4 @@
-"""The whole queue with a generate function that does nothing: design section 12.
+"""The whole queue with a generate function that does nothing (docs/benchmarks.md).
 
     python -m benchmarks.pipeline [--json] [--samples N] [--profile]
 

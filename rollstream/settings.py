@@ -73,7 +73,8 @@ class EngineTable(Table):
     """The inference engines."""
 
     kind: Literal["sglang", "sim"] = "sglang"
-    """`sim` is the simulated engine, which speaks SGLang's protocol."""
+    """The protocol that the engines speak. The simulated engine speaks SGLang's, so `sim` does the
+    same as `sglang`, and says what the engines are."""
     urls: tuple[str, ...] = ()
     """Root URLs of the engines."""
     request_timeout_s: float = Field(600.0, gt=0)
