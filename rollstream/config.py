@@ -361,6 +361,8 @@ def run_app(
     Returns:
         What `sys.exit` is to be given; `rollstream.config_help.EXIT_CODES` documents it.
     """
+    if sys.stderr is None:  # closed by whoever started us; logs and errors go nowhere then
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the process
     try:
         return main(load_settings(sys.argv[1:] if argv is None else argv, prog=prog)) or 0
     except KeyboardInterrupt:

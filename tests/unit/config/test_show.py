@@ -155,6 +155,13 @@ def test_run_app_turns_an_error_into_one_line_and_its_code(
     assert code in config_help.EXIT_CODES
 
 
+def test_run_app_runs_where_standard_error_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run_app(lambda _: sys.stderr.write("a line") and 7, "app", []) == 7
+    assert run_app(_raiser(ConfigError("x")), "app", []) == 2
+    sys.stderr.close()
+
+
 def test_run_app_returns_what_main_returns_and_refuses_a_wrong_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
