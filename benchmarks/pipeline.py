@@ -221,8 +221,8 @@ async def work(url: str, mean_s: float) -> None:  # noqa: PLR0915 - it puts the 
     link, view, queue, name = Link(), RunView(), Queue.connect(url, RUN), new_incarnation()
     book = GroupBook(run=RUN, envs={"default": env}, render=lambda *_: prompt)
     rollout = Rollout(
-        engine=None,  # type: ignore[arg-type]
-        renderer=None,  # type: ignore[arg-type]
+        engine=None,  # type: ignore[arg-type]  # never asked for
+        renderer=None,  # type: ignore[arg-type]  # never asked for
         book=book, finish=finish, version=lambda: view.version, run_seed=0,
     )  # fmt: skip
     limits = ShiftLimits(SLOTS, 3600.0, 0.5, 20)

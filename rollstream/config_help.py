@@ -137,7 +137,7 @@ def _field(key: KeyPath) -> tuple[type[BaseModel], FieldInfo]:
 
 def _docstrings() -> dict[tuple[str, str], str]:
     """Return {(class, field): the first sentence under it}, read from the source: the models do
-    not carry it, and asking them to would parse the file once per class at every start."""  # noqa: D205, D209
+    not carry it, and asking them to would parse the file once per class at every start."""  # noqa: D205, D209 - it begins with the mapping
     found: dict[tuple[str, str], str] = {}
     tree = ast.parse(Path(tables.__file__).read_text(encoding="utf-8"))
     for node in tree.body:

@@ -66,7 +66,7 @@ def configure(
     )
 
 
-def _renderers(format: str, *, colors: bool) -> list[Any]:  # noqa: A002
+def _renderers(format: str, *, colors: bool) -> list[Any]:  # noqa: A002 - the setting's own name
     import structlog
 
     if format == "console":

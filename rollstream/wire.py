@@ -430,7 +430,7 @@ def _open(data: bytes, what: str) -> dict[str, Any]:
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"{what}: not a record: {type(error).__name__} {error}") from None
     _check_version(record.get("v") if isinstance(record, dict) else None, what)
-    return record  # type: ignore[no-any-return]
+    return record  # type: ignore[no-any-return]  # msgpack
 
 
 def _check_version(version: Any, what: str) -> None:

@@ -109,7 +109,7 @@ class Bench:
                 for gid in ids]  # fmt: skip
 
     def lease(self, worker: str = "worker", limit: int = 256) -> list[Lease]:
-        number = next(self._call_nos.setdefault(worker, itertools.count(1)))  # type: ignore[call-overload]
+        number = next(self._call_nos.setdefault(worker, itertools.count(1)))  # type: ignore[call-overload]  # a counter
         answer = self.call(calls.lease(worker, number, limit))
         return [member.lease for group in answer.groups for member in group.members]
 
@@ -156,7 +156,7 @@ class Bench:
     # --- looking -------------------------------------------------------------------------------
     def state(self, gid: int | str) -> str | None:
         value = self.client.hget(f"{self.key}g:{gid}", "state")
-        return None if value is None else value.decode()  # type: ignore[union-attr]
+        return None if value is None else value.decode()  # type: ignore[union-attr]  # bytes
 
     def where(self, gid: int | str, member: int) -> str:
         """Return which of q, s, d, l holds a member (as one string)."""
@@ -166,7 +166,7 @@ class Bench:
         return "".join(found) + ("l" if any(e.startswith(name + b":") for e in leases) else "")
 
     def m(self, field: str) -> str:
-        return self.client.hget(f"{self.key}m", field).decode()  # type: ignore[union-attr]
+        return self.client.hget(f"{self.key}m", field).decode()  # type: ignore[union-attr]  # bytes
 
     def counters(self) -> dict[str, int]:
         return self.queue.counters()

@@ -90,10 +90,10 @@ class BlockingQueue:
         """
         command = evalsha(self._scripts[call.script], self.prefix, call)
         try:
-            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]
+            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
         except NoScriptError:
             self._load({call.script})
-            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]
+            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
         return call.parse(reply)
 
     def call_many(self, calls: Sequence[ScriptCall[T]]) -> list[T]:

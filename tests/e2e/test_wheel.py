@@ -64,7 +64,7 @@ def locked(names: tuple[str, ...]) -> str:
     """Return these packages' entries of the lock, hashes included."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text())
     wanted = [e for e in entries if re.match(rf"({'|'.join(names)})==", e)]
-    assert {re.match(r"[\w-]+", e)[0] for e in wanted} == set(names)  # type: ignore[index]
+    assert {re.match(r"[\w-]+", e)[0] for e in wanted} == set(names)  # type: ignore[index]  # every entry begins with a name
     return "\n".join(wanted) + "\n"
 
 

@@ -111,7 +111,7 @@ def test_decoded_arrays_are_views_that_cannot_be_written() -> None:
 
 def test_decoded_samples_share_no_mutable_field() -> None:
     data = wire.encode_body([a_full_sample(), a_full_sample()])
-    one, other = wire.decode_body(data, GROUP)  # type: ignore[misc]
+    one, other = wire.decode_body(data, GROUP)  # type: ignore[misc]  # two leaves
     default = wire.decode_body(wire.encode_body(Sample()), GROUP)
     again = wire.decode_body(wire.encode_body(Sample()), GROUP)
     for name in ("metadata", "sampling", "calls", "spans", "spec_info", "extra", "weight_versions"):
@@ -174,7 +174,7 @@ def test_plain_python_lists_are_coerced_to_the_wire_type() -> None:
     for name in ("tokens", "loss_mask", "rollout_log_probs"):
         setattr(sample, name, getattr(sample, name).tolist())
     assert wire.encode_body(sample) == plain
-    sample.rollout_routed_experts = [[1], [2], [3], [4]]  # type: ignore[assignment]
+    sample.rollout_routed_experts = [[1], [2], [3], [4]]  # type: ignore[assignment]  # the mistake
     back = wire.decode_body(wire.encode_body(sample), GROUP)
     assert isinstance(back, Sample)
     assert back.rollout_routed_experts is not None

@@ -155,7 +155,7 @@ class LinearRollout:
     def noted(self, key: str, kind: type[Kind]) -> Kind:
         """Return a copy of what an earlier attempt of a resumed trajectory noted, else nothing."""
         value = self.sample.metadata.get(key) if self.is_resumed else None
-        return kind(value) if isinstance(value, kind) else kind()  # type: ignore[call-arg]
+        return kind(value) if isinstance(value, kind) else kind()  # type: ignore[call-arg]  # kinds with defaults
 
     def note(self, key: str, value: Any) -> None:
         """Put one fact about the rollout into the sample's metadata."""

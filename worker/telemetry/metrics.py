@@ -63,7 +63,7 @@ class Metrics:
     """The metrics of one worker process."""
 
     def __init__(self, *, version: str, wire: int, envs: Iterable[str], engines: int = 0) -> None:
-        prom.disable_created_metrics()  # type: ignore[no-untyped-call]
+        prom.disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus-client
         self.registry = prom.CollectorRegistry()
         named = sorted(set(envs))
         self._envs = frozenset(named[:MAX_ENV_LABELS])

@@ -292,7 +292,7 @@ async def test_overflow_is_told_from_other_refusals_by_the_client(
     async with running(policy, prompt, context_tokens=64) as sim:
         with pytest.raises(Exception, match="maximum context length") as caught:
             await sim.ask(1)
-    assert caught.value.detail == "context_overflow"  # type: ignore[attr-defined]
+    assert caught.value.detail == "context_overflow"  # type: ignore[attr-defined]  # an EngineFault
 
 
 async def test_engine_says_that_it_is_no_model_wherever_it_is_asked(

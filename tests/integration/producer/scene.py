@@ -92,7 +92,7 @@ async def producing(
     """
     source = open_source(settings.producer.source)
     if checked is not None:
-        source.num_checked = checked  # type: ignore[misc]
+        source.num_checked = checked  # type: ignore[misc]  # smaller than a file
     queue = RecordingQueue.connect(settings.redis_url(), settings.run.name)
     queue.trips = []
     try:

@@ -139,7 +139,7 @@ async def test_twenty_sweepers_promote_a_delayed_member_once(queue: Queue) -> No
     """Bogdanp/dramatiq#431: delayed messages were duplicated."""
     await queue.call(calls.enqueue(0, 64, b"p"))
     for lease in leases_of(await queue.call(calls.lease("w", 1, 64))):
-        call = calls.fail(lease, Report.BACK, "shutdown", "", delay_s=0.05)  # type: ignore[arg-type]
+        call = calls.fail(lease, Report.BACK, "shutdown", "", delay_s=0.05)  # type: ignore[arg-type]  # no reason
         assert await queue.call(call) == "back"
     promoted = 0
     while promoted < 64:

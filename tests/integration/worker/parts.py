@@ -105,7 +105,7 @@ class Parts:
         sample_timeout_s: float = 60.0,
         retry_delay_s: float = 0.0,
         scorer: Any = None,
-        rule: EnvRule = EnvRule(),  # noqa: B008
+        rule: EnvRule = EnvRule(),  # noqa: B008 - frozen
     ) -> None:
         self.queue, self.link, self.view, self.engines = queue, Link(), RunView(), Engines()
         self.metrics = Metrics(version="0", wire=1, envs=["default"])
@@ -162,7 +162,7 @@ class Parts:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for task in self._tasks:
             if not task.cancelled() and task.exception() is not None:
-                raise task.exception()  # type: ignore[misc]
+                raise task.exception()  # type: ignore[misc]  # it has one
 
 
 class Run:

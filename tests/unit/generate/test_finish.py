@@ -124,8 +124,8 @@ def test_a_status_alone_gets_its_reason() -> None:
         (None, "returned NoneType; it must return GenerateOutput"),
         (Sample(), "returned Sample; it must return GenerateOutput"),
         (GenerateOutput([]), "an empty list"),
-        (GenerateOutput([[Sample()]]), "returned list as sample 0"),  # type: ignore[list-item]
-        (GenerateOutput(None), "returned NoneType as sample 0"),  # type: ignore[arg-type]
+        (GenerateOutput([[Sample()]]), "returned list as sample 0"),  # type: ignore[list-item]  # the mistake
+        (GenerateOutput(None), "returned NoneType as sample 0"),  # type: ignore[arg-type]  # the mistake
     ],
 )
 def test_an_output_of_another_shape_is_an_agent_fault(output: Any, message: str) -> None:
@@ -196,7 +196,7 @@ async def test_a_draft_and_its_revision_are_two_leaves_of_one_trajectory(qwen3: 
     replies = [says(qwen3, text) for text in (weather.FINAL, weather.TURN_1, weather.FINAL)]
     engine = InProcess(replies)
     stage = given(engine, qwen3, weather.QUESTION, tools=weather.tools())
-    draft, revision = finish(stage.sample, await generate(stage))  # type: ignore[misc]
+    draft, revision = finish(stage.sample, await generate(stage))  # type: ignore[misc]  # a list of two
     check(draft, engine.asked[:1], replies[:1])
     check(revision, engine.asked[1:], replies[1:])
     assert draft.rollout_id == revision.rollout_id == stage.sample.index

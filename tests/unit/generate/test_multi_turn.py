@@ -321,7 +321,7 @@ async def test_a_cancelled_rollout_leaves_its_span_and_stops_its_tools(qwen3: An
 
     engine = InProcess([says(qwen3, block('{"name":"slow","arguments":{}}') + END)])
     stage = given(engine, qwen3, weather.QUESTION, tools={"slow": FunctionTool(slow)})
-    task = asyncio.create_task(multi_turn(stage))  # type: ignore[arg-type]
+    task = asyncio.create_task(multi_turn(stage))  # type: ignore[arg-type]  # a coroutine
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

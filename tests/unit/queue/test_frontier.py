@@ -61,7 +61,7 @@ def test_rewind_sets_exactly_the_state_of_the_checkpoint(
     wanted = set(range(frontier + 1)) | ids
     assert bench.terminal() == wanted
     assert bench.call(calls.state()).frontier == next(i for i in range(999) if i not in wanted)
-    assert bench.queue.info().rewind_id == "r1"  # type: ignore[union-attr]
+    assert bench.queue.info().rewind_id == "r1"  # type: ignore[union-attr]  # it is open
 
 
 def test_rewind_joins_a_bitmap_whose_first_ids_are_terminal(bench: Bench) -> None:
@@ -85,7 +85,7 @@ def test_rewind_withdraws_what_was_trained_and_what_lies_beyond_the_window() -> 
     assert [bench.state(g) for g in (8, 9, 10, 12, 22)] == ["open", None, "open", None, None]
     counters = bench.counters()
     assert (counters["dropped:seen"], counters["dropped:withdrawn"]) == (2, 1)
-    assert bench.queue.info().delivered == 0  # type: ignore[union-attr]
+    assert bench.queue.info().delivered == 0  # type: ignore[union-attr]  # it is open
     assert bench.enqueue(2, 9, 17) == ["new", "done", "new"]
     bench.audit()
 

@@ -15,7 +15,7 @@ RUN_KEYS = {"m", "c", "w", "wl", "ws", "cur", "full", "ready", "ctl", "past", "b
 def test_open_refuses_another_source_and_another_schema(bench: Bench) -> None:
     assert bench.open("other source") == ["mismatch", "1", "source"]
     assert bench.open(schema=2) == ["mismatch", "1", "source"]
-    assert bench.queue.info().capacity == 512  # type: ignore[union-attr]
+    assert bench.queue.info().capacity == 512  # type: ignore[union-attr]  # it is open
 
 
 def test_open_sets_budgets_again_on_the_same_run(bench: Bench) -> None:
@@ -319,9 +319,9 @@ def test_version_and_budgets_are_absolute_and_only_ever_rise_for_the_version(
 ) -> None:
     assert bench.call(calls.set_version(5)).version == 5
     assert bench.call(calls.set_version(3, "older")).version == 5
-    assert bench.queue.info().version_label == ""  # type: ignore[union-attr]
+    assert bench.queue.info().version_label == ""  # type: ignore[union-attr]  # it is open
     bench.call(calls.set_version(6, "v1.0"))
-    assert bench.queue.info().version_label == "v1.0"  # type: ignore[union-attr]
+    assert bench.queue.info().version_label == "v1.0"  # type: ignore[union-attr]  # it is open
     assert bench.call(calls.set_budget("nonsense", 1)).state == "unknown"
     bench.call(calls.set_budget("cap", 1))
     assert bench.enqueue(0, 1) == ["new", "full"]
@@ -340,9 +340,9 @@ def test_control_changes_are_read_in_order_from_where_one_stood(bench: Bench) ->
 def test_end_of_data_of_an_older_epoch_is_refused(bench: Bench) -> None:
     bench.connect()
     assert bench.call(calls.end_of_data(1)) == "running"
-    assert bench.queue.info().done  # type: ignore[union-attr]
+    assert bench.queue.info().done  # type: ignore[union-attr]  # it is open
     bench.call(calls.rewind("trainer", "r", 0, b""))
-    assert not bench.queue.info().done  # type: ignore[union-attr]
+    assert not bench.queue.info().done  # type: ignore[union-attr]  # it is open
     assert bench.call(calls.end_of_data(1)) == "epoch"
     assert bench.call(calls.end_of_data(2)) == "running"
 
@@ -371,7 +371,7 @@ def test_a_failed_run_keeps_its_groups_until_it_is_aborted(bench: Bench) -> None
     assert bench.call(calls.fail_run("no engine")) == "failed"
     bench.sweep()
     assert bench.state(0) == "open"
-    assert bench.queue.info().error == "no engine"  # type: ignore[union-attr]
+    assert bench.queue.info().error == "no engine"  # type: ignore[union-attr]  # it is open
     assert bench.call(calls.fail_run("again")) == "failed"
     assert bench.call(calls.abort_run()) == "aborting"
     bench.sweep()

@@ -76,7 +76,7 @@ def test_self_test_refuses_a_template_that_rewrites_history() -> None:
 
 def test_self_test_refuses_a_vocabulary_that_loses_text() -> None:
     renderer = toy.toy_renderer()
-    renderer.decode = lambda ids: ""  # type: ignore[method-assign]
+    renderer.decode = lambda ids: ""  # type: ignore[method-assign]  # the damage
     with pytest.raises(ConfigError, match="does not decode to the text it encoded"):
         self_test(renderer, "toy")
 

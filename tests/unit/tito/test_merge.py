@@ -188,7 +188,7 @@ def test_merge_of_records_equals_the_trajectory_that_grew(
     grown = trajectory.write_to(Sample(), lambda ids: str(ids.tolist()))
     merged = merge_turns(records, decode=lambda ids: str(ids.tolist())).sample
     assert merged is not None
-    merged.finish(grown.stop_reason, grown.status)  # type: ignore[arg-type]
+    merged.finish(grown.stop_reason, grown.status)  # type: ignore[arg-type]  # both set
     assert merged.to_dict() == grown.to_dict()
 
 
@@ -222,7 +222,7 @@ def test_merge_leaves_the_template_alone_and_shares_no_container_with_it() -> No
     assert one is not None
     assert other is not None
     one.metadata["mine"], one.extra["mine"] = True, True
-    one.spans.append(None)  # type: ignore[arg-type]
+    one.spans.append(None)  # type: ignore[arg-type]  # a mark
     assert template.to_dict() == before
     assert "mine" not in other.metadata
     assert one.index == template.index

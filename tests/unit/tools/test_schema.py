@@ -70,16 +70,16 @@ def test_a_spec_is_read_from_signature_and_docstring() -> None:
 
 
 def test_a_given_spec_wins_over_the_signature() -> None:
-    def f(anything):  # type: ignore[no-untyped-def]
+    def f(anything):  # type: ignore[no-untyped-def]  # the case
         return anything
 
     spec = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
-    f.spec = spec  # type: ignore[attr-defined]
+    f.spec = spec  # type: ignore[attr-defined]  # as users do
     tool = FunctionTool(f)
     assert (tool.name, tool.spec) == ("g", spec)
 
 
-def _untyped(x):  # type: ignore[no-untyped-def]
+def _untyped(x):  # type: ignore[no-untyped-def]  # the case
     """Do."""
 
 
