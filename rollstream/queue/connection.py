@@ -42,8 +42,9 @@ def connection_options(url: str, ca: str | None, connect_timeout_s: float) -> di
         "socket_connect_timeout": connect_timeout_s / (RETRIES + 1),
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_read_size": _READ_BYTES,
-        "socket_keepalive": True,
     }
+    if not url.startswith("unix://"):
+        options["socket_keepalive"] = True
     if ca is not None and url.startswith("rediss://"):
         options["ssl_ca_certs"] = ca
     return options

@@ -28,6 +28,10 @@ class Read(Generic[T]):
     parse: Callable[[list[Any]], T]
 
 
+_MAX_N_DIGITS = 6
+"""Of the size of a group; a longer one is damage, and would ask for a million fields."""
+
+
 # --- records -------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class RunInfo:
@@ -427,13 +431,22 @@ def _raw_entries(reply: Any) -> Iterable[Any]:
 
 
 def _parse_entries(entries: Iterable[Any]) -> list[StreamEntry]:
-    """Entries that were deleted while they were pending come without fields; they are skipped."""
-    found = []
-    for entry in entries:
-        if entry is not None and entry[1]:
-            row = dict(_pairs(entry[1]))
-            found.append(StreamEntry(_text(entry[0]), _text(row[b"g"]), int(row[b"n"])))
-    return found
+    """Read entries of `full` or `ready`; what is none of ours is skipped, and the audit counts it.
+
+    Entries that were deleted while they were pending come without fields. A foreign or damaged one
+    stays where it is: it must not stop those behind it.
+    """
+    parsed = (_parse_entry(entry) for entry in entries if entry is not None and entry[1])
+    return [entry for entry in parsed if entry is not None]
+
+
+def _parse_entry(entry: Any) -> StreamEntry | None:
+    row = dict(_pairs(entry[1]))
+    gid, n = row.get(b"g", b""), row.get(b"n", b"")
+    named = gid.isdigit() or (gid.startswith(b"e:") and gid.isascii())
+    if not named or not n.isdigit() or len(n) > _MAX_N_DIGITS:
+        return None
+    return StreamEntry(_text(entry[0]), _text(gid), int(n))
 
 
 def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:

@@ -230,3 +230,37 @@ async def test_rediss_checks_the_certificate_against_the_ca(valkey_url: str, run
         with pytest.raises(redis.ConnectionError, match="certificate"):
             await stranger.info()
         await stranger.aclose()
+
+
+async def test_streams_skip_entries_that_are_none_of_ours(queue: Queue) -> None:
+    foreign = [
+        {"x": "1"},
+        {"g": b"\xff", "n": "1"},
+        {"g": "7", "n": "x"},
+        {"g": "7", "n": "1000000000"},
+        {"g": "seven", "n": "1"},
+    ]
+    for row in [*foreign, {"g": "7", "n": "2"}, {"g": "e:math:1", "n": "3"}]:
+        await queue.client.xadd(f"{queue.prefix}full", row)
+
+    found = await queue.read_full("judge", count=64, block_s=0.0)
+
+    assert [(entry.group_index, entry.n) for entry in found] == [("7", 2), ("e:math:1", 3)]
+
+
+def test_a_unix_socket_is_reached_by_both_executors(run_name: str, tmp_path: Path) -> None:
+    socket = tmp_path / "s"
+    with DevServer("--unixsocket", str(socket)):
+        url = f"unix://{socket}"
+        blocking = BlockingQueue.connect(url, run_name)
+        opened = blocking.call(OPEN)
+        blocking.close()
+        assert opened[0] == "created"
+
+        async def state_of() -> str | None:
+            queue = Queue.connect(url, run_name)
+            info = await queue.info()
+            await queue.aclose()
+            return None if info is None else info.state
+
+        assert asyncio.run(state_of()) == "running"
