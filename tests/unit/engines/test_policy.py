@@ -16,8 +16,7 @@ from rollstream.errors import ConfigError
 from tests.vocabulary_once import tokenizer_of
 from worker.engines.sim.answers import load_answers
 from worker.engines.sim.policy import Policy
-from worker.engines.sim.script import PolicyConfig
-from worker.engines.sim.script import solve_rate
+from worker.engines.sim.script import PolicyConfig, solve_rate
 
 ROOT = Path(__file__).parents[3]
 CALCULATOR = {
