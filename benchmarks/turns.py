@@ -1,4 +1,4 @@
-"""What a worker adds to a turn, and how many turns a second one core stands: design section 12.
+"""What a worker adds to a turn, and how many turns a second one core stands.
 
     python -m benchmarks.turns [--json] [--rate 500] [--in-flight 1024] [--seconds 14]
 

@@ -16,6 +16,7 @@ OF_THE_APPS = {
     "config.py": {"pydantic"},
     "config_help.py": {"pydantic"},
     "config_keys.py": {"pydantic"},
+    "masking.py": {"pydantic"},
     "logs.py": {"structlog"},
     "cli": {"rich"},
 }
