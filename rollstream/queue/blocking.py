@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import redis
 from redis.client import Pipeline
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
 from rollstream.queue import reads
@@ -88,13 +88,19 @@ class BlockingQueue:
         Raises:
             redis.exceptions.RedisError: the server refused it, or cannot be reached.
         """
+        return call.parse(self._run(call))
+
+    def _run(self, call: ScriptCall[Any]) -> Any:
         command = evalsha(self._scripts[call.script], self.prefix, call)
         try:
-            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
-        except NoScriptError:
-            self._load({call.script})
-            reply = self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
-        return call.parse(reply)
+            try:
+                return self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
+            except NoScriptError:
+                self._load({call.script})
+                return self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
+        except ResponseError as error:
+            raise_first([error])
+            raise
 
     def call_many(self, calls: Sequence[ScriptCall[T]]) -> list[T]:
         """Run scripts in one round trip, in order.

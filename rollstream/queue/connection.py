@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import NoScriptError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ResponseError
 
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import Command
@@ -24,6 +25,9 @@ SOCKET_TIMEOUT_S = 10.0
 MAX_BLOCK_S = 5.0
 MAX_WAKE_S = 0.5
 """Bound of one wait for a wake-up token: what a lost token costs."""
+_PASSING = ("BUSY ", "MISCONF ", "NOREPLICAS ", "TRYAGAIN ")
+"""Refusals that are about the server and not about the command: somebody's slow script, a full
+disk, a replica that is away, a slot on the move. redis-py has no class of its own for them."""
 _READ_BYTES = 1 << 16
 """Bodies are large; fewer, larger reads of the socket."""
 
@@ -61,8 +65,14 @@ def unknown_scripts(replies: Sequence[Any]) -> list[int]:
 
 
 def raise_first(replies: Iterable[Any]) -> None:
-    """Raise the first error of a round trip, once all replies were read."""
+    """Raise the first error of a round trip, once all replies were read.
+
+    A server that refuses for a reason of its own is away like one that cannot be reached: it is
+    waited for, and what was refused is asked for again.
+    """
     for reply in replies:
+        if isinstance(reply, ResponseError) and str(reply).startswith(_PASSING):
+            raise RedisConnectionError(str(reply)) from reply
         if isinstance(reply, Exception):
             raise reply
 

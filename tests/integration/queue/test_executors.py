@@ -264,3 +264,22 @@ def test_a_unix_socket_is_reached_by_both_executors(run_name: str, tmp_path: Pat
             return None if info is None else info.state
 
         assert asyncio.run(state_of()) == "running"
+
+
+# --- a server that refuses for a reason of its own ------------------------------------------------
+async def test_a_refusal_that_passes_by_itself_is_an_outage_to_both_executors(
+    run_name: str,
+) -> None:
+    with DevServer() as server, redis.Redis(port=server.port) as admin:
+        queue, blocking = (kind.connect(server.url, run_name) for kind in (Queue, BlockingQueue))
+        admin.config_set("min-replicas-to-write", 1)
+        with pytest.raises(redis.ConnectionError, match="NOREPLICAS"):
+            await queue.call(OPEN)
+        with pytest.raises(redis.ConnectionError, match="NOREPLICAS"):
+            blocking.call(OPEN)
+        with pytest.raises(redis.ConnectionError, match="NOREPLICAS"):
+            blocking.call_many([OPEN])
+        admin.config_set("min-replicas-to-write", 0)
+        assert (await queue.call(OPEN))[0] == "created"
+        await queue.aclose()
+        blocking.close()
