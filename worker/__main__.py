@@ -6,8 +6,6 @@ which is most of what a start costs. Never configures anything itself.
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from concurrent.futures import Future
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -23,10 +21,12 @@ def main(loaded: Loaded) -> None:
     """Run one worker until it is stopped or its run is over."""
     from rollstream.logs import configure
 
+    from .mainloop import run
+
     settings = loaded.settings
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
     loading = None if settings.worker.role == "aggregator" else _load_in_thread(settings)
-    asyncio.run(_serve(settings, loading))
+    run(_serve(settings, loading))
 
 
 async def _serve(settings: Settings, loading: Future[RenderersBackend] | None) -> None:
@@ -52,4 +52,6 @@ def _load_in_thread(settings: Settings) -> Future[RenderersBackend]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(main, "python -m worker"))
+    from .mainloop import leave
+
+    leave(run_app(main, "python -m worker"))

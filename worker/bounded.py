@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .functions import UserFunction, is_async
+from .functions import UserFunction, describe, is_async
 
 
 class Overdue(Exception):
@@ -27,7 +27,10 @@ class LeakedCancel(Exception):
 
 
 class Exited(Exception):
-    """The function tried to end the interpreter (SystemExit)."""
+    """The function raised what is no `Exception` (SystemExit, KeyboardInterrupt, its own kind).
+
+    Such an error passes every `except Exception`; a task hands the first two on to the loop.
+    """
 
 
 class Threads:
@@ -53,8 +56,6 @@ class Threads:
                 return
             try:
                 outcome, failed = function(), False
-            except SystemExit as error:
-                outcome, failed = Exited(str(error)), True
             except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to
                 outcome, failed = error, True
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
@@ -87,9 +88,10 @@ def _settle(future: asyncio.Future[Any], outcome: Any, failed: bool) -> None:
         future.set_result(outcome)
     elif isinstance(outcome, asyncio.CancelledError):
         future.set_exception(LeakedCancel("CancelledError"))
-    elif isinstance(outcome, StopIteration | KeyboardInterrupt):
-        # A future refuses the first, and the second would end the loop.
-        future.set_exception(RuntimeError(type(outcome).__name__))
+    elif isinstance(outcome, StopIteration):  # which a future refuses
+        future.set_exception(RuntimeError("StopIteration"))
+    elif not isinstance(outcome, Exception):
+        future.set_exception(Exited(describe(outcome)))
     else:
         future.set_exception(outcome)
 
@@ -105,7 +107,7 @@ async def run_bounded(function: UserFunction, *args: Any, timeout_s: float) -> A
     Raises:
         Overdue: it did not return in time.
         LeakedCancel: it raised CancelledError by itself.
-        Exited: it raised SystemExit.
+        Exited: it raised SystemExit or another error that is no `Exception`.
         Exception: whatever else it raised.
         asyncio.CancelledError: the caller was cancelled; the function was told to stop too.
     """
@@ -123,8 +125,10 @@ async def run_bounded(function: UserFunction, *args: Any, timeout_s: float) -> A
 async def _await(function: UserFunction, *args: Any) -> Any:
     try:
         return await function(*args)
-    except SystemExit as error:  # a task would pass it on to the loop, and the worker would end
-        raise Exited(str(error)) from None
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - nothing of a user's passes `except Exception`
+        raise Exited(describe(error)) from None
 
 
 async def _wait(future: asyncio.Future[Any], timeout_s: float) -> Any:

@@ -143,8 +143,9 @@ class boundary:  # noqa: N801 - it reads as a statement: `with boundary(AgentFau
     """Attribute what the block raises to one boundary; a fault that has one already keeps it.
 
     A CancelledError that nobody sent to this task leaked out of user code (it awaited something
-    that was cancelled) and is data like any other exception; our own goes through. SystemExit
-    would end the worker, so it is data too.
+    that was cancelled) and is data like any other exception; our own goes through. So is what is
+    no `Exception` (SystemExit, a group with one in it): it would end the worker, or nobody would
+    hear of it. GeneratorExit is Python's own word that the coroutine is being closed.
     """
 
     __slots__ = ("_kind",)
@@ -168,6 +169,6 @@ class boundary:  # noqa: N801 - it reads as a statement: `with boundary(AgentFau
             if task is None or task.cancelling():
                 return
             raise self._kind("a CancelledError leaked out of the function") from None
-        if isinstance(error, (Exception, SystemExit)):
+        if not isinstance(error, GeneratorExit):
             log.debug("fault", boundary=self._kind.__name__, exc_info=error)
             raise self._kind(describe(error)) from error

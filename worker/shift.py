@@ -28,6 +28,7 @@ from rollstream.queue.keys import MAX_LEASE
 from rollstream.queue.queue import Queue
 from rollstream.wire import encode_body, encode_header, encode_text
 
+from .functions import describe
 from .groups import GroupBook
 from .heart import LOST, OVER, RunView
 from .rollout import Rollout
@@ -221,13 +222,14 @@ class Shift:
             else:
                 self._end(work, ending)
         except asyncio.CancelledError:
-            # Where none of us cancelled it the loop is closing, and the lease will expire.
-            self._end(work, ending_of_cause(work.cause or Cause.LOST))
+            # Where none of us cancelled it user code did, or the loop is closing (then nothing
+            # is reported, and the lease expires).
+            ending = _CANCELLED_ITSELF if work.cause is None else ending_of_cause(work.cause)
+            self._end(work, ending)
             raise
-        except Exception as error:
+        except BaseException as error:
             log.exception("rollout_bug", lease=work.lease.id)
-            message = f"{type(error).__name__}: {error}"
-            self._end(work, Ending(Report.RETRY, StopReason.AGENT_ERROR, error=message))
+            self._end(work, Ending(Report.RETRY, StopReason.AGENT_ERROR, error=describe(error)))
         finally:
             if work.task is not None:
                 self._strays.discard(work.task)
@@ -406,6 +408,11 @@ class Shift:
         if self._said != event:
             self._said = event
             log.warning(event, message=message)
+
+
+_CANCELLED_ITSELF = Ending(
+    Report.RETRY, StopReason.AGENT_ERROR, error="user code cancelled the task that it ran in"
+)
 
 
 def _unsendable(ending: Ending, message: str) -> Ending:

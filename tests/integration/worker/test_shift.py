@@ -302,6 +302,25 @@ async def test_an_attempt_that_ignores_its_cancellation_loses_its_slot(
     await run.audit()
 
 
+async def test_a_function_that_cancels_its_own_task_charges_attempts_and_no_crash(
+    run: Run,
+) -> None:
+    async def cancels_itself(given: GenerateInput) -> GenerateOutput:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+        raise AssertionError
+
+    await run.enqueue(1, 1)
+    run.worker(generate=cancels_itself).start()
+
+    await wait_until(run.drops)
+    counters = await run.queue.counters()
+    assert counters["member_failed:agent_error"] == 1
+    assert "crashes" not in counters
+
+
 async def test_a_result_that_comes_after_the_cancellation_at_its_deadline_does_not_count(
     run: Run,
 ) -> None:

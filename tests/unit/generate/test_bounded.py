@@ -76,6 +76,23 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+class Odd(BaseException):
+    """What no `except Exception` sees."""
+
+
+async def _be_odd() -> None:
+    raise Odd
+
+
+async def _be_odd_in_a_group() -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_be_odd())
+
+
+def _be_odd_in_a_thread() -> None:
+    raise Odd
+
+
 def _stop() -> None:
     raise StopIteration
 
@@ -91,7 +108,10 @@ async def _time_out_by_itself() -> None:
         (_leak_in_a_thread, LeakedCancel),
         (_exit, Exited),
         (_exit_in_a_thread, Exited),
-        (_interrupt, RuntimeError),
+        (_interrupt, Exited),
+        (_be_odd, Exited),
+        (_be_odd_in_a_group, Exited),
+        (_be_odd_in_a_thread, Exited),
         (_stop, RuntimeError),
         (_time_out_by_itself, TimeoutError),
     ],

@@ -98,7 +98,7 @@ class Unspeakable(Exception):
     [
         (ValueError("boom"), "Error: ValueError: boom"),
         (Unspeakable(), "Error: Unspeakable: (its message cannot be shown)"),
-        (SystemExit(3), "Error: Exited: 3"),
+        (SystemExit(3), "Error: Exited: SystemExit: 3"),
     ],
 )
 @pytest.mark.parametrize("is_async", [False, True])

@@ -121,6 +121,24 @@ async def exits(given: GenerateInput) -> GenerateOutput:
     raise SystemExit(3)
 
 
+class Odd(BaseException):
+    """What no `except Exception` sees."""
+
+
+async def is_odd(given: GenerateInput) -> GenerateOutput:
+    raise Odd
+
+
+async def is_odd_in_a_group(given: GenerateInput) -> GenerateOutput:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(is_odd(given))
+    raise AssertionError
+
+
+async def interrupts(given: GenerateInput) -> GenerateOutput:
+    raise KeyboardInterrupt
+
+
 async def recurses(given: GenerateInput) -> GenerateOutput:
     raise RecursionError("too deep")
 
@@ -138,7 +156,17 @@ async def awaits_a_cancelled_task(given: GenerateInput) -> GenerateOutput:
 
 
 @pytest.mark.parametrize(
-    "generate", [leaks_cancel, exits, recurses, returns_nonsense, awaits_a_cancelled_task]
+    "generate",
+    [
+        leaks_cancel,
+        exits,
+        interrupts,
+        is_odd,
+        is_odd_in_a_group,
+        recurses,
+        returns_nonsense,
+        awaits_a_cancelled_task,
+    ],
 )
 async def test_whatever_a_generate_function_does_wrong_is_recorded_as_agent_error(
     generate: Any,
