@@ -1,10 +1,10 @@
 """From endings to the queue: completions and failures, batched, until they are answered.
 
-Owns the backlog of results and the one call that carries them. Never drops a result: an outage
+Owns the backlog of results and the calls that carry them. Never drops a result: an outage
 is waited through (a repeated `complete` answers `dup`, a repeated `fail` answers `fenced`).
 Invariant: a lease leaves the beat set when its result is written to Redis and not before; its
 slot is free when the answer arrives; no rollout's cancellation reaches a result that is on its
-way, because results travel in this module's own task.
+way, because results travel in this module's own tasks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from .work import Work
 
 DELIVERED = frozenset({"ok", "dup"})
 GONE = "gone"
+CALLS_IN_FLIGHT = 2
+"""Calls on their way at once: while Redis stores one, the next is written (a sixth more samples/s;
+a third brings nothing)."""
 Landed = Callable[[Work, str], None]
 """Told once per result: `ok`, `dup`, `fenced`, `too_large`; or for a failure `again`, `back`,
 `failed`, `gone` (the lease was not ours any more, which is ignored)."""
@@ -83,13 +86,19 @@ class Submitter:
 
     async def run(self) -> None:
         """Carry results until cancelled."""
+        async with asyncio.TaskGroup() as carriers:
+            for _ in range(CALLS_IN_FLIGHT):
+                carriers.create_task(self._carry())
+
+    async def _carry(self) -> None:
         while True:
             # What ends in the same turn of the loop travels in the same call.
             await self._some.wait()
             while self._backlog:
                 await self._send(self._take())
             self._some.clear()
-            self._empty.set()
+            if not self._num_sent:
+                self._empty.set()
 
     def _take(self) -> list[_Result]:
         """Take one call's worth: at most 128 results and 1 MB, but always one."""
@@ -106,8 +115,14 @@ class Submitter:
 
     async def _send(self, batch: list[_Result]) -> None:
         """Send one batch until it is answered."""
+        self._num_sent += len(batch)
+        try:
+            await self._until_answered(batch)
+        finally:
+            self._num_sent -= len(batch)
+
+    async def _until_answered(self, batch: list[_Result]) -> None:
         while True:
-            self._num_sent = len(batch)
             for result in batch:
                 result.work.sent = True
             try:
@@ -122,7 +137,6 @@ class Submitter:
                 return
             else:
                 self._link.worked()
-                self._num_sent = 0
                 for result, outcome in zip(batch, outcomes, strict=True):
                     self._landed(result.work, outcome)
                 return
