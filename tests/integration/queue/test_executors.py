@@ -271,7 +271,8 @@ async def test_a_refusal_that_passes_by_itself_is_an_outage_to_both_executors(
     run_name: str,
 ) -> None:
     with DevServer() as server, redis.Redis(port=server.port) as admin:
-        queue, blocking = (kind.connect(server.url, run_name) for kind in (Queue, BlockingQueue))
+        queue = Queue.connect(server.url, run_name)
+        blocking = BlockingQueue.connect(server.url, run_name)
         admin.config_set("min-replicas-to-write", 1)
         with pytest.raises(redis.ConnectionError, match="NOREPLICAS"):
             await queue.call(OPEN)
