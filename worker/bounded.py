@@ -90,7 +90,8 @@ def _settle(future: asyncio.Future[Any], outcome: Any, failed: bool) -> None:
         future.set_exception(LeakedCancel("CancelledError"))
     elif isinstance(outcome, StopIteration):  # which a future refuses
         future.set_exception(RuntimeError("StopIteration"))
-    elif not isinstance(outcome, Exception):
+    elif isinstance(outcome, SystemExit | KeyboardInterrupt):
+        # Who awaits it in a task of its own would pass them on to the loop.
         future.set_exception(Exited(describe(outcome)))
     else:
         future.set_exception(outcome)
@@ -125,9 +126,7 @@ async def run_bounded(function: UserFunction, *args: Any, timeout_s: float) -> A
 async def _await(function: UserFunction, *args: Any) -> Any:
     try:
         return await function(*args)
-    except (Exception, asyncio.CancelledError, GeneratorExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - nothing of a user's passes `except Exception`
+    except (SystemExit, KeyboardInterrupt) as error:  # a task would pass them on to the loop
         raise Exited(describe(error)) from None
 
 
@@ -143,6 +142,9 @@ async def _wait(future: asyncio.Future[Any], timeout_s: float) -> Any:
         raise Overdue
     if future.cancelled():
         raise LeakedCancel("CancelledError")
+    error = future.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise Exited(describe(error)) from error
     return future.result()
 
 

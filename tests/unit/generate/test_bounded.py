@@ -89,6 +89,10 @@ async def _be_odd_in_a_group() -> None:
         group.create_task(_be_odd())
 
 
+async def _close() -> None:
+    raise GeneratorExit
+
+
 def _be_odd_in_a_thread() -> None:
     raise Odd
 
@@ -110,6 +114,7 @@ async def _time_out_by_itself() -> None:
         (_exit_in_a_thread, Exited),
         (_interrupt, Exited),
         (_be_odd, Exited),
+        (_close, Exited),
         (_be_odd_in_a_group, Exited),
         (_be_odd_in_a_thread, Exited),
         (_stop, RuntimeError),
