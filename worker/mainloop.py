@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Coroutine
@@ -21,6 +22,8 @@ import structlog
 
 CLOSE_S = 1.0
 """How long tasks and threads that are left over have to end."""
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+_DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 log = structlog.get_logger("worker")
 
 
@@ -54,7 +57,20 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(SystemExit, KeyboardInterrupt, RuntimeError):
             loop.run_until_complete(winding_up)
     asyncio.set_event_loop(None)
+    _close_and_stay_deaf(loop)
+
+
+def _close_and_stay_deaf(loop: asyncio.AbstractEventLoop) -> None:
+    """Close; signals that the worker listened to are ignored from now on, as it has stopped.
+
+    Closing restores their defaults: one that comes late would turn a clean end into a death.
+    """
+    heard = [number for number in _STOPS if signal.getsignal(number) not in _DEFAULTS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     loop.close()
+    for number in heard:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
 
 
 async def _wind_up(left: set[asyncio.Task[Any]]) -> None:

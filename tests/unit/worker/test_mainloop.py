@@ -88,3 +88,26 @@ def test_the_process_ends_although_a_task_and_a_thread_of_a_user_do_not() -> Non
     )
 
     assert (ended.returncode, ended.stdout) == (5, "said\n"), ended.stderr
+
+
+LATE_SIGNAL = """
+import asyncio, os, signal
+from worker import mainloop
+
+async def main():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+
+mainloop.run(main())
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGINT)
+mainloop.leave(0)
+"""
+
+
+def test_a_signal_that_comes_after_the_end_leaves_the_exit_code_alone() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE_SIGNAL], timeout=15, capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == 0, ended.stderr
