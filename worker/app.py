@@ -78,6 +78,7 @@ class Worker:
         self._closing = contextlib.AsyncExitStack()
         self._pool: EnginePool | None = None
         self._shift: Shift | None = None
+        self._judging: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
         """Start, work until stopped or until the run is over, and stop.
@@ -224,7 +225,7 @@ class Worker:
             self._spawn(self._heart.run())
             self._spawn(self._follow_control())
             if self.role is not Role.ROLLOUT:
-                self._spawn(self._aggregator.run())
+                self._judging = self._spawn(self._aggregator.run())
             if self._shift is None:
                 return await self._until(self._until_over())
             self._spawn(self._shift.submitter.run())
@@ -233,8 +234,9 @@ class Worker:
         finally:
             await self._shut_down()
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         self._tasks.append(asyncio.create_task(work))
+        return self._tasks[-1]
 
     async def _until(self, main: Coroutine[Any, Any, str]) -> str:
         """Run `main` until it ends or a signal comes; raise what broke any part.
@@ -337,6 +339,10 @@ class Worker:
             unreported = await shift.drain(finish_s, REPORT_S, now=self._stop_now)
             if unreported:
                 log.warning("unreported", samples=unreported, message="their leases will expire")
+        if self._judging is not None:
+            # The results just reported made groups full: this aggregator may have them in hand.
+            self._aggregator.stop()
+            await asyncio.wait((self._judging,), timeout=REPORT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

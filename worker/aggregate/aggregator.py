@@ -63,14 +63,15 @@ class Aggregator:
     ) -> None:
         self._queue, self._link, self._envs = queue, link, envs
         self._metrics, self._limits = metrics, limits
+        self._stopping = False
         # One environment whose filters look at headers only needs no prompt at all.
         self._only = next(iter(envs.values())) if len(envs) == 1 else None
         self._reads_prompts = self._only is None or not all(f.built_in for f in self._only.filters)
 
     async def run(self) -> None:
-        """Read and judge until cancelled."""
+        """Read and judge until stopped or cancelled."""
         next_claim = 0.0
-        while True:
+        while not self._stopping:
             if time.monotonic() >= next_claim:
                 await self._take_over()
                 next_claim = time.monotonic() + self._limits.claim_idle_s / 3
@@ -82,6 +83,10 @@ class Aggregator:
             if len(entries) >= BUSY_GROUPS:
                 # Many end at once: a moment's wait makes one batch of what would be several.
                 await asyncio.sleep(GATHER_S)
+
+    def stop(self) -> None:
+        """Take nothing more in hand; what is, is judged, or it would idle until a takeover."""
+        self._stopping = True
 
     async def _take_over(self) -> None:
         while True:

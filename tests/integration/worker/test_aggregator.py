@@ -184,3 +184,21 @@ async def test_an_aggregator_outlives_an_emptied_redis(run: Run) -> None:
     await run.ready(1)
     assert not task.done()
     task.cancel()
+
+
+async def test_an_aggregator_that_is_stopped_judges_what_it_has_in_hand(run: Run) -> None:
+    entered, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(group: GroupView) -> Keep:
+        entered.set()
+        await release.wait()
+        return Keep()
+
+    parts = await full(run, 1, filters=(a_filter(slow),))
+    judging = asyncio.create_task(parts.aggregator.run())
+    await entered.wait()
+    parts.aggregator.stop()
+    release.set()
+
+    await asyncio.wait_for(judging, 10)
+    assert (await run.queue.depths())["ready"] == 1
