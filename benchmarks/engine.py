@@ -84,7 +84,6 @@ def scripts(tokenizer: Tokenizer) -> list[list[bytes]]:
             ids = [*words.ids(SAMPLED - 1 - len(tail)), *tail, end]
             log_probs = (-rng.exponential(0.6, SAMPLED)).astype(np.float32).tolist()
             meta = {
-                "id": "0" * 32,
                 "finish_reason": {"type": "stop", "matched": end},
                 "weight_version": "0",
                 "completion_tokens": SAMPLED,

@@ -27,11 +27,13 @@ def a_reply(
     drop: Sequence[str] = (),
     **meta: Any,
 ) -> bytes:
-    """Return a good reply's bytes; log-prob of output i is -i/128; `drop` leaves fields out."""
+    """Return a good reply's bytes; log-prob of output i is -i/128; `drop` leaves fields out.
+
+    It names no request (`id`): one that names another than it answers is refused.
+    """
     if log_probs is None:
         log_probs = [-i / 128 for i in range(len(ids))]
     info: dict[str, Any] = {
-        "id": "a-request",
         "finish_reason": {"type": "stop", "matched": ids[-1] if ids else None},
         "completion_tokens": len(ids),
         "cached_tokens": 0,

@@ -18,13 +18,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
-import structlog
-
 CLOSE_S = 1.0
 """How long tasks and threads that are left over have to end."""
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
-log = structlog.get_logger("worker")
+log = logging.getLogger("worker")
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -47,7 +45,7 @@ def _run_on(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
         # The last is what a stopped loop raises. Signals are handled by the worker itself.
         if task.done():
             raise
-        log.error("user_code_stopped_the_loop", error=f"{type(error).__name__}: {error}")
+        log.error("user_code_stopped_the_loop", extra={"error": f"{type(error).__name__}: {error}"})
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

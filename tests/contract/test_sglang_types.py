@@ -207,7 +207,8 @@ async def test_simulated_replies_pass_sglangs_own_types(
 
 
 def test_replies_of_the_scripted_engine_are_sglangs_too(sglang: ModuleType) -> None:
-    raw = a_reply(prompt_tokens=7, weight_versions=[{"version": "default", "start": 0, "end": 5}])
+    spans = [{"version": "default", "start": 0, "end": 5}]
+    raw = a_reply(id="f" * 32, prompt_tokens=7, weight_versions=spans)
     assert check_reply(sglang, raw).output_ids == [59, 79075, 90, 23, 92]
 
 

@@ -71,7 +71,11 @@ RULES: dict[Detail, Rule] = {
         "ids, log-probs and completion_tokens are not equally many", again=True
     ),
     Detail.ID_MISMATCH: Rule("a log-prob belongs to another id than output_ids says", again=True),
-    Detail.BAD_REPLY: Rule("not JSON, fields missing, version spans with gaps", again=True),
+    Detail.BAD_REPLY: Rule(
+        "not JSON, fields missing, version spans with gaps, over 64 MiB, or the reply of another "
+        "request",
+        again=True,
+    ),
     Detail.UNKNOWN_FINISH: Rule("a finish reason that is not stop, length or abort", again=True),
     Detail.PROMPT_MISMATCH: Rule(
         "prompt_tokens is not the number of ids sent", again=False, retryable=False

@@ -48,6 +48,7 @@ class _FinishReason(msgspec.Struct, gc=False):
 
 
 class _Meta(msgspec.Struct, gc=False):
+    id: str | None = None
     finish_reason: _FinishReason | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -67,6 +68,8 @@ class _Reply(msgspec.Struct, gc=False):
     output_ids: list[int] | None = None
 
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a body raises that is no JSON of ours; brackets may nest deeper than Python's stack."""
 _DECODER = msgspec.json.Decoder(_Reply)
 _ENCODER = msgspec.json.Encoder()
 
@@ -100,9 +103,13 @@ def read_reply(
         raise fault(detail_of_status(status, message), f"{engine} answered {status}: {message}")
     try:
         reply = _DECODER.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise fault(Detail.BAD_REPLY, f"{engine}: {error}: {error_text(raw)}") from None
     meta = reply.meta_info
+    if meta.id is not None and meta.id != rid:
+        raise fault(
+            Detail.BAD_REPLY, f"{engine} answered request {rid} with the reply of {meta.id}"
+        )
     finish = _finish(meta.finish_reason, engine)
     plain_ids, entries = _plain(reply, engine)
     ids = _ids(plain_ids, max_token_id, engine)
@@ -131,7 +138,7 @@ def error_text(raw: bytes) -> str:
     """Return the message of an error body in any of the shapes that servers use, cut."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         body = raw[: 4 * MESSAGE_CHARS].decode("utf-8", "replace")
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and key in body:

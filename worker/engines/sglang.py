@@ -24,10 +24,12 @@ from rollstream.sample import UNKNOWN_VERSION
 from ..sampling import Sampling
 from ..types import Completion, Finish, RequestIds
 from .faults import Detail, detail_of_status, fault
-from .reply import error_text, read_reply, read_version
+from .reply import UNREADABLE, error_text, read_reply, read_version
 from .request import ROUTING_HEADER, TAIL, RequestWriter, body_bytes, body_length
 from .wire_log import WireLog
 
+MAX_REPLY_BYTES = 64 << 20
+"""A body beyond it is no reply (128k tokens with log-probs are 5 MB), and would fill the memory."""
 KEEPALIVE_S = 4.0
 """Below the 5 s after which SGLang's web server closes an idle connection: reusing one that is
 being closed looks like a reset, and a POST must not be repeated blindly."""
@@ -199,7 +201,15 @@ class SglangClient:
             response: httpx.Response = await self._transport.handle_async_request(request)
             try:
                 assert isinstance(response.stream, httpx.AsyncByteStream)
-                chunks = [chunk async for chunk in response.stream]
+                chunks, num_bytes = [], 0
+                async for chunk in response.stream:
+                    chunks.append(chunk)
+                    num_bytes += len(chunk)
+                    if num_bytes > MAX_REPLY_BYTES:
+                        raise fault(
+                            Detail.BAD_REPLY,
+                            f"{self.url}: the body is larger than {MAX_REPLY_BYTES} bytes",
+                        )
             finally:
                 await response.aclose()
         except (httpx.TransportError, aiohttp.ClientError, OSError) as error:
@@ -242,7 +252,7 @@ class SglangClient:
             raise fault(detail_of_status(status, text), f"{self.url}/model_info: {status}: {text}")
         try:
             return msgspec.json.decode(raw, type=ModelInfo)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise fault(Detail.BAD_REPLY, f"{self.url}/model_info: {error}") from None
 
     async def weight_version(self, dispatched: int) -> int:

@@ -207,6 +207,24 @@ async def test_pool_tries_again_with_a_new_rid_and_takes_tokens_of_the_second_tr
     assert counters.in_flight == 0
 
 
+async def test_body_without_end_is_given_up_at_its_bound_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.engines.sglang.MAX_REPLY_BYTES", 10_000)
+    endless = a_reply(text="x" * 20_000)
+    async with scripted(endless, a_reply([59, 79075])) as engine, a_pool(engine.url) as pool:
+        completion = await ask(pool)
+        counters = pool.counters.engines[0]
+    assert completion.ids.tolist() == [59, 79075]
+    assert counters.requests["bad_reply"] == 1
+
+
+async def test_reply_of_another_request_is_never_taken() -> None:
+    foreign = a_reply([1, 2, 3], id="e" * 32)
+    async with scripted(foreign, a_reply([59, 79075])) as engine, a_pool(engine.url) as pool:
+        assert (await ask(pool)).ids.tolist() == [59, 79075]
+
+
 async def test_half_a_body_is_never_parsed_as_a_turn() -> None:
     def half(exchange: Exchange) -> None:
         connection = exchange._connection

@@ -114,6 +114,10 @@ def test_reply_finish_reasons_keep_the_tokens(
         (b"", "bad_reply"),
         (b'{"error":{"message":"x"}}', "bad_reply"),
         (b"\xff\xfe", "bad_reply"),
+        (b"[" * 100_000, "bad_reply"),
+        (b'{"meta_info":' + b"[" * 100_000, "bad_reply"),
+        # the reply of another request
+        (a_reply(id="e" * 32), "bad_reply"),
         (a_reply(weight_versions=[{"version": "3", "start": 0, "end": 4}]), "bad_reply"),
         (a_reply(weight_versions=[{"version": "3", "start": 1, "end": 5}]), "bad_reply"),
         (
@@ -142,7 +146,7 @@ def test_reply_tolerates_a_log_prob_above_zero_by_rounding_only() -> None:
     [
         b'{"text":"","meta_info":{"finish_reason":{"type":"stop"},"completion_tokens":0}}',
         a_reply([], finish={"type": "length", "length": 0}),
-        b'{"text":"","meta_info":{"id":"r1","finish_reason":{"type":"abort","message":"gone"}}}',
+        b'{"text":"","meta_info":{"id":"ffffffffffffffffffffffffffffffff","finish_reason":{"type":"abort","message":"gone"}}}',
         a_reply(
             [],
             finish={"type": "abort", "message": "Abort in waiting queue"},
@@ -290,3 +294,7 @@ def test_docs_show_every_detail_with_its_rule() -> None:
         ]
         for detail, rule in RULES.items()
     }
+
+
+def test_reply_that_names_its_request_is_read() -> None:
+    assert read(a_reply(id="f" * 32)).rid == "f" * 32
