@@ -240,6 +240,15 @@ def divides(trajectory: Trajectory) -> None:
     raise ZeroDivisionError("by zero")
 
 
+async def test_a_reward_cannot_write_into_the_tokens_that_it_judges() -> None:
+    def rewrites(trajectory: Trajectory) -> None:
+        leaves_of(trajectory)[0].tokens[0] = 1
+
+    ending, _ = await run_one(scorer=Score(rewrites))
+    assert ending.stop_reason is StopReason.REWARD_ERROR
+    assert "read-only" in ending.error
+
+
 async def test_a_reward_that_raises_is_a_reward_error_and_never_reward_zero() -> None:
     ending, _ = await run_one(scorer=Score(divides))
 
