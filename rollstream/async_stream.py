@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollstream.batch import Batch
+from rollstream.control import PauseMode
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted
 from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
@@ -134,6 +135,22 @@ class AsyncGroupStream:
     async def set_weight_version(self, version: int, label: str | None = None) -> None:
         """Say which policy the engines serve from now on."""
         await self._do(lambda: self._stream.set_weight_version(version, label))
+
+    async def pause(self, mode: PauseMode = "keep", timeout_s: float = ACK_TIMEOUT_S) -> None:
+        """Have no sample started until `resume`; deadlines of groups stand still meanwhile."""
+        await self._do(lambda: self._stream.pause(mode, timeout_s))
+
+    async def resume(self, timeout_s: float = ACK_TIMEOUT_S) -> None:
+        """End a pause; does nothing where there is none."""
+        await self._do(lambda: self._stream.resume(timeout_s))
+
+    async def withdraw(self, group_index: int, timeout_s: float = ACK_TIMEOUT_S) -> bool:
+        """Drop a live group as `withdrawn`; whether there was one to drop."""
+        return await self._do(lambda: self._stream.withdraw(group_index, timeout_s))
+
+    async def requeue(self, group_index: int, timeout_s: float = ACK_TIMEOUT_S) -> bool:
+        """Run a live group again from its prompt; whether it does."""
+        return await self._do(lambda: self._stream.requeue(group_index, timeout_s))
 
     async def abort_run(self, reason: str = "", timeout_s: float = 30.0) -> None:
         """End the run: live groups are dropped as `run_aborted`."""

@@ -207,6 +207,14 @@ class Hold:
         del self.handed_out[batch.number]
         self.num_acked += len(ids)
 
+    def let_go(self, group_index: int) -> bool:
+        """Forget a group that waits in the buffer, for it ended or runs again; whether it did."""
+        waiting = [held for held in self.buffer if held.group.group_index == group_index]
+        for held in waiting:
+            self.buffer.remove(held)
+            self.held.discard(group_index)
+        return bool(waiting)
+
     def take_back(self, batch: Batch) -> None:
         """Put a batch that nobody trained on back to the front."""
         out = self.handed_out.pop(batch.number)

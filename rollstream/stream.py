@@ -18,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from rollstream import control
 from rollstream.batch import Batch
 from rollstream.checkpoint import MAX_VERSION, Checkpoint
 from rollstream.errors import RunMismatch, StreamError
 from rollstream.hold import Hold
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
+from rollstream.queue.calls import ControlAnswer, ScriptCall
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import OUTAGES, Interrupted, await_run
@@ -291,6 +293,72 @@ class GroupStream:
                 "the run has a higher weight version",
                 extra={"run": hold.info.run, "version": version, "redis_version": answer.version},
             )
+
+    def pause(self, mode: control.PauseMode = "keep", timeout_s: float = ACK_TIMEOUT_S) -> None:
+        """Have no sample started until `resume`; deadlines of groups stand still meanwhile.
+
+        Finished groups go on to come. A repeat with the same mode does nothing.
+
+        Args:
+            mode: `keep` lets running samples end; `abort` has workers stop them, uncharged.
+            timeout_s: how long a Redis outage is waited for.
+
+        Raises:
+            ValueError: no such mode.
+            RunFailed: the run was ended.
+            RunLost: Redis does not know the run any more.
+            StreamError: Redis did not answer in time.
+        """
+        control.check_mode(mode)
+        self._change(calls.pause(mode), timeout_s)
+
+    def resume(self, timeout_s: float = ACK_TIMEOUT_S) -> None:
+        """End a pause; does nothing where there is none. Raises as `pause` does."""
+        self._change(calls.resume(), timeout_s)
+
+    def _change(self, call: ScriptCall[ControlAnswer], timeout_s: float) -> None:
+        with self._lock:
+            self._hold.patiently(lambda: control.change(self._hold, call), timeout_s)
+
+    def withdraw(self, group_index: int, timeout_s: float = ACK_TIMEOUT_S) -> bool:
+        """Drop a live group as `withdrawn`: no more of it is sampled, and it never comes.
+
+        Args:
+            group_index: of the group.
+            timeout_s: how long a Redis outage is waited for.
+
+        Returns:
+            True where it was dropped. False where there is nothing to drop: it has ended or was
+            never enqueued, or a batch has it that is handed out and not acked (ack that batch,
+            whether or not you trained on the group).
+
+        Raises:
+            ConsumerTaken: a later trainer took over.
+            StreamError: Redis did not answer in time.
+        """
+        with self._lock:
+            hold = self._hold
+            return hold.patiently(lambda: control.withdraw(hold, group_index), timeout_s)
+
+    def requeue(self, group_index: int, timeout_s: float = ACK_TIMEOUT_S) -> bool:
+        """Run a live group again from its prompt, before all that wait; its samples are gone.
+
+        Args:
+            group_index: of the group.
+            timeout_s: how long a Redis outage is waited for.
+
+        Returns:
+            True where it runs again. False where it stays what it is: it has ended or was never
+            enqueued, a batch has it that is handed out and not acked, or it was requeued as often
+            as the run permits.
+
+        Raises:
+            RunLost: Redis does not know the run any more.
+            StreamError: Redis did not answer in time.
+        """
+        with self._lock:
+            hold = self._hold
+            return hold.patiently(lambda: control.requeue(hold, group_index), timeout_s)
 
     def abort_run(self, reason: str = "", timeout_s: float = 30.0) -> None:
         """End the run: live groups are dropped as `run_aborted`; their ids may come in a new run.

@@ -111,6 +111,8 @@ class StoredGroup:
     ready_id: str = ""
     version_at_lease: int = -1
     """Weight version when its first member was leased; -1 before."""
+    life: int = 0
+    """How often it was requeued."""
 
     @property
     def full_unix_s(self) -> float:
@@ -241,7 +243,7 @@ def _parse_drop(entry: Any) -> dict[str, Any]:
 
 
 # --- groups --------------------------------------------------------------------------------------
-_GROUP_FIELDS = ("state", "why", "full_id", "ready_id", "version")
+_GROUP_FIELDS = ("state", "why", "full_id", "ready_id", "version", "life")
 
 
 def groups(
@@ -285,19 +287,20 @@ def _body_fields(n: int, *, text: bool) -> tuple[Arg, ...]:
 
 
 def _parse_group(gid: str, n: int, row: list[Any], *, prompts: bool) -> StoredGroup:
-    state, why, full_id, ready_id, version = row[:5]
-    at = 6 if prompts else 5
+    state, why, full_id, ready_id, version, life = row[:6]
+    at = 7 if prompts else 6
     return StoredGroup(
         group_index=gid,
         n=n,
         state=_text(state or b""),
-        prompt=row[5] if prompts else None,
+        prompt=row[6] if prompts else None,
         headers=row[at : at + n],
         errors=[_error(value) for value in row[at + n : at + 2 * n]],
         why=_text(why or b""),
         full_id=_text(full_id or b""),
         ready_id=_text(ready_id or b""),
         version_at_lease=-1 if version is None else int(version),
+        life=int(life or 0),
     )
 
 

@@ -1,0 +1,96 @@
+"""What a trainer asks of a run beside its groups: pause, resume, withdraw and requeue a group.
+
+Owns the meaning of the answers. Never waits for workers to hear of it: the change stands in Redis
+and in its control stream. Invariant: a group that a handed-out batch has is never touched here;
+the model may have learned it already, so only its ack tells what became of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Literal, get_args
+
+from rollstream.errors import DropReason, RunFailed
+from rollstream.hold import Hold
+from rollstream.intake import Fenced
+from rollstream.lineage import RunMissing
+from rollstream.queue import calls
+from rollstream.queue.calls import ControlAnswer, ScriptCall
+from rollstream.queue.reads import StreamEntry
+
+PauseMode = Literal["keep", "abort"]
+MODES: tuple[str, ...] = get_args(PauseMode)
+_LIVE = ("running", "paused")
+
+
+def check_mode(mode: str) -> None:
+    """Refuse a way of pausing that there is not.
+
+    Raises:
+        ValueError: names those that there are.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: expected {' or '.join(map(repr, MODES))}")
+
+
+def change(hold: Hold, call: ScriptCall[ControlAnswer]) -> None:
+    """Change the state of a run that goes on.
+
+    Raises:
+        RunMissing: there is no such run.
+        RunFailed: it was ended.
+    """
+    answer = hold.queue.call(call)
+    if answer.state == "lost":
+        raise RunMissing(f"Redis has no run {hold.queue.run!r}")
+    if answer.state not in _LIVE:
+        info = hold.queue.info()
+        raise RunFailed(f"{answer.state}: {(info and info.error) or 'no reason was given'}")
+
+
+def withdraw(hold: Hold, group_index: int) -> bool:
+    """Drop a live group as withdrawn; whether it was.
+
+    Raises:
+        Fenced: this trainer is not the run's consumer.
+    """
+    group_index = operator.index(group_index)
+    if _is_out(hold, group_index):
+        return False
+    answer = hold.queue.call(calls.withdraw(str(group_index)))
+    if answer == "held":
+        # Taken in hand, by this process or one before it, but in no batch: nobody trains on it.
+        call = calls.retire(hold.lineage.consumer, str(group_index), DropReason.WITHDRAWN)
+        answer = hold.queue.call(call)
+        if answer == "taken":
+            raise Fenced
+    # `gone` of a group in hand: dropped by a try whose answer was lost.
+    return hold.let_go(group_index) or answer == "dropped"
+
+
+def requeue(hold: Hold, group_index: int) -> bool:
+    """Make a live group run again from its prompt; whether it does.
+
+    Raises:
+        RunMissing: there is no such run.
+    """
+    group_index = operator.index(group_index)
+    if _is_out(hold, group_index):
+        return False
+    group = hold.queue.headers([StreamEntry("", str(group_index), 0)])[0]
+    answer = hold.queue.call(calls.requeue(str(group_index), group.life, "by the trainer"))
+    if answer == "lost":
+        raise RunMissing(f"Redis has no run {hold.queue.run!r}")
+    # `other`: a new life since the look, by a try whose answer was lost or by somebody else.
+    has_new_life = answer in ("requeued", "other")
+    if has_new_life:
+        hold.let_go(group_index)
+    return has_new_life
+
+
+def _is_out(hold: Hold, group_index: int) -> bool:
+    return any(
+        held.group.group_index == group_index
+        for out in hold.handed_out.values()
+        for held in out.held
+    )
