@@ -57,6 +57,7 @@ class MemberEvent(StrEnum):
     CAME_DUE = "came_due"
     PARKED = "parked"
     GROUP_ENDED = "group_ended"
+    REQUEUED = "requeued"
 
 
 _G, _GE = GroupState, GroupEvent
@@ -87,10 +88,13 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, MemberEvent], MemberState] = {
     # A deadline ends every member that is not final, wherever it is.
     **{(state, _ME.FAILED_FINALLY): _M.FAILED for state in (*_WAITING, _M.LEASED)},
     **{(state, _ME.GROUP_ENDED): _M.WITHDRAWN for state in (*_WAITING, _M.LEASED)},
+    # A new life of the group: whatever its members had is forgotten.
+    **{(state, _ME.REQUEUED): _M.QUEUED for state in (*_WAITING, _M.LEASED, _M.DONE, _M.FAILED)},
 }
 
 TERMINAL_GROUP_STATES = frozenset({GroupState.ACKED, GroupState.DROPPED})
 FINAL_MEMBER_STATES = frozenset({MemberState.DONE, MemberState.FAILED, MemberState.WITHDRAWN})
+"""Nothing but a requeue of the whole group leads out of them, and nothing out of withdrawn."""
 
 
 def advance(state: GroupState, event: GroupEvent) -> GroupState:

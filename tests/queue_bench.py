@@ -140,6 +140,19 @@ class Bench:
             self.judge(self.full(gid, n))
         return self.queue.read_ready(count=100, block_s=0)
 
+    def bring(self, gid: int, state: str, n: int = 2) -> None:
+        """Bring a new group into a live state; `queued` is open and never leased."""
+        if state in ("queued", "open"):
+            self.enqueue(gid, n=n)
+            if state == "open":
+                assert [lease.group_index for lease in self.lease(limit=1)] == [str(gid)]
+        elif state == "full":
+            self.full(gid, n)
+        else:
+            self.ready(gid, n=n)
+            if state == "delivered":
+                assert self.deliver(gid) == ["ok"]
+
     def judge(self, entry: StreamEntry, drop: DropReason | None = None) -> str:
         return self.call(calls.verdict(entry.group_index, entry.message_id, drop=drop))
 

@@ -294,6 +294,17 @@ def fail(
     return ScriptCall("fail", args, _text)
 
 
+def park(lease: Lease, parked_body: bytes) -> ScriptCall[str]:
+    """Send a member back with what it has, uncharged: `parked`, `fenced` (ignored by callers).
+
+    `too_large`: the member failed, since its result would be larger than the limit too. Whoever
+    leases the member next hears the size (`parked_bytes`), and finds the body under `p<member>`
+    of the group's bodies.
+    """
+    args = (lease.group_index, lease.member, lease.token, parked_body)
+    return ScriptCall("park", args, _text)
+
+
 def sweep(page: int = 64) -> ScriptCall[SweepAnswer]:
     """Move the queue clock and do one page of what came due."""
     return ScriptCall("sweep", (page,), _parse_sweep)
@@ -443,6 +454,22 @@ def _parse_rewind(answer: Any) -> RewindAnswer:
 def withdraw(group_index: str) -> ScriptCall[str]:
     """Drop a live group on a user's wish: `dropped`, `gone`, `held` (the trainer has it)."""
     return ScriptCall("withdraw", (group_index, DropReason.WITHDRAWN), _text)
+
+
+def requeue(group_index: str, life: int, reason: str = "") -> ScriptCall[str]:
+    """Let a live group begin anew under its id, in front of the queue.
+
+    Answers `requeued`, `gone` (not live), `other` (its life is not `life`: it was requeued since,
+    maybe by this very call, whose reply was lost), `exhausted` (as often as `max_requeues`), or
+    `lost`. Workers that run its members are fenced. A trainer that holds its older results may
+    still ack it, which ends it.
+
+    Args:
+        group_index: as Redis names it.
+        life: how often it was requeued before, as read: the fence.
+        reason: for people; kept on the group.
+    """
+    return ScriptCall("requeue", (group_index, life, reason[:MAX_ERROR_CHARS]), _text)
 
 
 def abort_run(reason: str = "") -> ScriptCall[str]:

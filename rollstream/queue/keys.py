@@ -18,6 +18,8 @@ MAX_COMPLETE_BYTES = 1 << 20
 """Bounds of one `complete` call."""
 MAX_LEASE = 256
 SWEEP_PAGE = 64
+EVALUATION_PRIORITY = -1
+"""Of `e:…` groups, below that of every training group (0 and up): the lower runs first."""
 
 
 def prefix(run: str) -> str:

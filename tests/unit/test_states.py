@@ -41,7 +41,15 @@ def test_advance_member_follows_the_table_and_refuses_everything_else() -> None:
 
 def test_terminal_states_have_no_way_out() -> None:
     assert {s for s, _ in GROUP_TRANSITIONS} == set(GroupState) - TERMINAL_GROUP_STATES
-    assert {s for s, _ in MEMBER_TRANSITIONS} == set(MemberState) - FINAL_MEMBER_STATES
+    leads_out = {s for s, event in MEMBER_TRANSITIONS if event is not MemberEvent.REQUEUED}
+    assert leads_out == set(MemberState) - FINAL_MEMBER_STATES
+
+
+def test_a_requeue_takes_every_member_of_a_live_group_back_to_the_queue() -> None:
+    for state in set(MemberState) - {MemberState.WITHDRAWN}:
+        assert advance_member(state, MemberEvent.REQUEUED) is MemberState.QUEUED
+    for state in set(GroupState) - TERMINAL_GROUP_STATES:
+        assert advance(state, GroupEvent.REQUEUED) is GroupState.OPEN
 
 
 def test_every_live_state_can_be_dropped_acked_and_reaches_the_trainer() -> None:

@@ -19,7 +19,7 @@ local function land(gid, i, token, header, body, text)
   local size = #header + #body + #text
   max_bytes = max_bytes or tonumber(call('HGET', M, 'max_body') or math.huge)
   if size > max_bytes then
-    fail_member(gid, g, i, 'too_large', int(size) .. ' bytes, allowed are ' .. int(max_bytes))
+    fail_member(gid, g, i, 'too_large', too_large_text(size, max_bytes))
     return 'too_large'
   end
   local left = tonumber(row[2]) - 1

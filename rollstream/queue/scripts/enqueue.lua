@@ -7,9 +7,8 @@
 -- answer: new | dup | done | full | wait frontier | the state of a run that takes none | lost
 -- repeat: dup (done, once the group ended), nothing is written
 -- memory: refused on purpose (the only script that is); answers full
--- uses: wake frontier
+-- uses: queueing frontier
 local PRIORITY_STEP = 1099511627776 -- 2^40 groups of one priority before the next begins
-local CHUNK = 1024
 local gid, n, priority, timeout_ms, prompt = unpack(ARGV)
 local run = read(M, 'state', 'cap', 'frontier', 'base', 'W')
 if run.state ~= 'running' and run.state ~= 'paused' then return {run.state or 'lost'} end
@@ -32,13 +31,5 @@ call('HSET', g, 'n', n, 'left', n, 'state', 'open', 'score', score, 'timeout_ms'
   'prompt', prompt, 'life', 0)
 call('SADD', K .. (id and 'gs' or 'ge'), gid)
 call('HINCRBY', K .. 'c', id and 'enqueued' or 'e.enqueued', 1)
-for first = 0, n - 1, CHUNK do
-  local members = {}
-  for i = first, math.min(first + CHUNK, n) - 1 do
-    members[#members + 1] = score
-    members[#members + 1] = gid .. ':' .. i
-  end
-  call('ZADD', K .. 'q', unpack(members))
-end
-ring('bell')
+queue_members(gid, n, score)
 return {'new'}

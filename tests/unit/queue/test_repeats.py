@@ -82,6 +82,24 @@ def _fail(report: Report, delay_s: float = 0.0) -> Prepare:
     return prepare
 
 
+def _park(body: bytes, max_body: int = 1000) -> Prepare:
+    def prepare(bench: Bench) -> ScriptCall[Any]:
+        bench.enqueue(0)
+        bench.call(calls.set_budget("max_body", max_body))
+        return calls.park(bench.lease()[0], body)
+
+    return prepare
+
+
+def _requeue(state: str, life: int = 0) -> Prepare:
+    def prepare(bench: Bench) -> ScriptCall[Any]:
+        bench.connect()
+        bench.bring(0, state)
+        return calls.requeue("0", life, "why")
+
+    return prepare
+
+
 def _sweep(bench: Bench) -> ScriptCall[Any]:
     bench.enqueue(0, 1, timeout_ms=100)
     bench.lease()
@@ -123,6 +141,7 @@ def _ack(bench: Bench) -> ScriptCall[Any]:
 def _retire(bench: Bench) -> ScriptCall[Any]:
     bench.connect()
     bench.ready(0)
+    bench.deliver(0)
     return calls.retire("trainer", "0", DropReason.SEEN)
 
 
@@ -191,6 +210,14 @@ CASES: dict[str, Case] = {
     "fail, retry later": Case(_fail(Report.RETRY, 1.0), "again", "fenced"),
     "fail, final": Case(_fail(Report.FINAL), "failed", "fenced"),
     "fail, back": Case(_fail(Report.BACK), "back", "fenced"),
+    "park": Case(_park(b"half"), "parked", "fenced"),
+    "park, too large": Case(_park(b"half", 3), "too_large", "fenced"),
+    "requeue, open": Case(_requeue("open"), "requeued", "other"),
+    "requeue, full": Case(_requeue("full"), "requeued", "other"),
+    "requeue, ready": Case(_requeue("ready"), "requeued", "other"),
+    "requeue, delivered": Case(_requeue("delivered"), "requeued", "other"),
+    "requeue, other": Case(_requeue("open", 1), "other"),
+    "requeue, gone": Case(lambda _: calls.requeue("7", 0), "gone"),
     "sweep": Case(_sweep, _is(more=False, expired=0, deadlines=0)),
     "verdict, keep": Case(_keep, "ready", "noop"),
     "verdict, drop": Case(_drop, "dropped", "noop"),

@@ -46,12 +46,8 @@ local function remember_drop(gid, g, row, reason, detail)
   call('XADD', K .. 'past', 'MAXLEN', '~', PAST_LENGTH, '*', unpack(record))
 end
 
--- Ends a live group; false where it is not live. `keep_id` leaves its id free to come again.
-local function end_group(gid, outcome, reason, detail, keep_id)
-  local evaluation = is_evaluation(gid)
-  if call('SREM', K .. (evaluation and 'ge' or 'gs'), gid) == 0 then return false end
-  local g = group_key(gid)
-  local row = read(g, 'state', 'n', 'full_id', 'ready_id', 'why')
+-- Takes a live group from everywhere that refers to it, but for the set of live groups.
+local function take_out_group(gid, g, row)
   if row.state == 'open' then
     take_out_members(gid, g, tonumber(row.n))
   elseif row.state == 'full' then
@@ -65,6 +61,15 @@ local function end_group(gid, outcome, reason, detail, keep_id)
     call('ZREM', K .. 'age', gid)
   end
   call('ZREM', K .. 'dl', gid)
+end
+
+-- Ends a live group; false where it is not live. `keep_id` leaves its id free to come again.
+local function end_group(gid, outcome, reason, detail, keep_id)
+  local evaluation = is_evaluation(gid)
+  if call('SREM', K .. (evaluation and 'ge' or 'gs'), gid) == 0 then return false end
+  local g = group_key(gid)
+  local row = read(g, 'state', 'n', 'full_id', 'ready_id', 'why')
+  take_out_group(gid, g, row)
   if outcome == 'dropped' then remember_drop(gid, g, row, reason, detail) end
   call('UNLINK', g, body_key(gid))
   local counter = outcome == 'dropped' and 'dropped:' .. reason or outcome

@@ -22,6 +22,10 @@ local function fail_member(gid, g, i, reason, text)
   if left == 0 then group_full(gid, g) end
 end
 
+local function too_large_text(size, max_bytes)
+  return int(size) .. ' bytes, allowed are ' .. int(max_bytes)
+end
+
 -- The member waits again: until `due` on the queue clock, or at once where it is nil.
 local function send_back(gid, g, i, due)
   local id = gid .. ':' .. i
