@@ -170,16 +170,22 @@ class BlockingQueue:
         entries: list[StreamEntry] = []
         start = "0-0"
         while len(entries) < count:
+            # Never more than are wanted: a claim counts as a delivery, and begins the wait anew.
+            size = min(_PAGE, count - len(entries))
             start, page = self._read(
-                reads.claim_page(self.prefix, consumer, int(idle_s * 1000), start, _PAGE)
+                reads.claim_page(self.prefix, consumer, int(idle_s * 1000), start, size)
             )
             entries += page
             if start == "0-0":
                 break
-        entries = entries[:count]
         if not entries:
             return []
         return self._read(reads.pending_counts(self.prefix, entries))
+
+    def keep_full(self, consumer: str, message_ids: Sequence[str]) -> None:
+        """Say that these entries are being judged: their idle time begins anew, uncounted."""
+        if message_ids:
+            self._read(reads.keep_full(self.prefix, consumer, message_ids))
 
     def headers(
         self, entries: Sequence[StreamEntry], *, prompts: bool = False

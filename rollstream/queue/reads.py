@@ -380,6 +380,13 @@ def claim_page(
     return Read((command,), lambda replies: (_text(replies[0][0]), _parse_entries(replies[0][1])))
 
 
+def keep_full(prefix: str, consumer: str, message_ids: Sequence[str]) -> Read[None]:
+    """Begin the idle time of entries of `full` anew; JUSTID leaves their count alone."""
+    key = f"{prefix}full"
+    command = ("XCLAIM", key, FULL_GROUP, consumer, 0, *message_ids, "JUSTID")
+    return Read((command,), lambda replies: None)
+
+
 def pending_counts(prefix: str, entries: Sequence[StreamEntry]) -> Read[list[StreamEntry]]:
     """Read how often each entry of `full` was handed out."""
     key = f"{prefix}full"

@@ -180,6 +180,29 @@ def test_claim_full_takes_over_what_nobody_judged_and_counts(bench: Bench) -> No
     assert bench.queue.claim_full("other", idle_s=0, count=10) == []
 
 
+def test_claim_full_claims_no_more_than_it_returns(bench: Bench) -> None:
+    for gid in range(5):
+        bench.full(gid)
+
+    taken = bench.queue.claim_full("other", idle_s=0, count=2)
+    rest = bench.queue.claim_full("other", idle_s=0, count=10)
+
+    assert [entry.group_index for entry in taken] == ["0", "1"]
+    assert [entry.deliveries for entry in rest] == [3, 3, 2, 2, 2]
+
+
+def test_keep_full_begins_the_idle_time_anew_and_counts_no_delivery(bench: Bench) -> None:
+    entry = bench.full(0)
+    key = f"{bench.key}full"
+    bench.client.xclaim(key, "aggregators", "aggregator", 0, [entry.message_id], idle=50_000)
+
+    bench.queue.keep_full("other", [entry.message_id, "1-1"])
+
+    assert bench.queue.claim_full("other", idle_s=40, count=10) == []
+    (again,) = bench.queue.claim_full("other", idle_s=0, count=10)
+    assert again.deliveries == 3  # read, claimed by hand, claimed
+
+
 def test_deliver_and_fetch_gives_whole_groups_and_none_for_what_is_gone(bench: Bench) -> None:
     bench.connect()
     entries = bench.ready(0, 1, n=3)
