@@ -383,13 +383,16 @@ def set_budget(name: str, value: int) -> ScriptCall[ControlAnswer]:
     return ScriptCall("control", ("set", name, value), _parse_control)
 
 
-def present(role: str, name: str, *, leaving: bool = False) -> ScriptCall[ControlAnswer]:
+def present(
+    role: str, name: str, *, leaving: bool = False, about: str = ""
+) -> ScriptCall[ControlAnswer]:
     """Say that a process lives, or leaves; role is `worker`, `producer` or `aggregator`.
 
     Workers are present by `lease` and `beat` already. Whoever is not seen for four leases of the
-    queue clock is forgotten.
+    queue clock is forgotten. `about` says where it runs, for people.
     """
-    return ScriptCall("present", (role, name, "leaving" if leaving else "here"), _parse_control)
+    args = (role, name, "leaving" if leaving else "here", *((about,) if about else ()))
+    return ScriptCall("present", args, _parse_control)
 
 
 def set_version(version: int, label: str | None = None) -> ScriptCall[ControlAnswer]:

@@ -1,6 +1,6 @@
 -- sweep: moves the queue clock and does one page of everything that came due.
 -- argv: page
--- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, bell LIST, room LIST, ctl STREAM
+-- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, bell LIST, room LIST, ctl STREAM
 -- group: dropped last_member_ended
 -- member: came_due sent_back failed_finally group_ended
 -- answer: more expired promoted deadlines evicted aborted grace | -1 (no such run)
@@ -25,18 +25,26 @@ local function full_page(count, size)
   return count
 end
 
+-- What people ask first of a member that crashed: which worker, where, and what went wrong before.
+local function crash_text(g, i, token, crashes)
+  local worker = string.match(token, '^[^-]*')
+  local host, before = call('HGET', K .. 'wh', worker), call('HGET', g, 'r' .. i)
+  return 'its worker died ' .. crashes .. (crashes == 1 and ' time' or ' times') .. ', the last one was ' .. worker
+    .. (host and ' (' .. host .. ')' or '') .. (before and '; before that: ' .. before or '')
+end
+
 local function expire_leases()
   local due = call('ZRANGEBYSCORE', K .. 'l', '-inf', int(clock), 'LIMIT', 0, page)
   local expired = 0
   for _, lease_id in ipairs(due) do
     call('ZREM', K .. 'l', lease_id)
-    local gid, i = split_lease(lease_id)
+    local gid, i, token = split_lease(lease_id)
     local g = group_key(gid)
     if call('HGET', g, 'state') == 'open' then
       local crashes = call('HINCRBY', g, 'x' .. i, 1)
       expired = expired + 1
       if crashes >= tonumber(run.max_crashes) then
-        fail_member(gid, g, i, 'crashed', 'its worker died ' .. crashes .. ' times')
+        fail_member(gid, g, i, 'crashed', crash_text(g, i, token, crashes))
       else
         send_back(gid, g, i)
       end
@@ -106,6 +114,7 @@ local function forget_absent()
   for _, set in ipairs({'w', 'wp', 'wa'}) do
     for _, name in ipairs(call('ZRANGEBYSCORE', K .. set, '-inf', limit, 'LIMIT', 0, page)) do
       call('ZREM', K .. set, name)
+      call('HDEL', K .. 'wh', name)
       if set == 'w' then
         call('HDEL', K .. 'wl', name)
         call('HDEL', K .. 'ws', name)

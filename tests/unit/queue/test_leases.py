@@ -248,9 +248,22 @@ def test_a_crash_is_charged_by_expiry_and_four_are_the_end(bench: Bench) -> None
     for crash in range(4):
         (lease,) = _crash(bench, f"w{crash}")
         assert lease.member == 0
-    assert bench.queue.groups([("0", 1)])[0].errors == [("crashed", "its worker died 4 times")]
+    text = "its worker died 4 times, the last one was w3"
+    assert bench.queue.groups([("0", 1)])[0].errors == [("crashed", text)]
     assert bench.counters()["crashes"] == 4
     bench.audit()
+
+
+def test_a_crash_says_where_the_worker_ran_and_what_went_wrong_before() -> None:
+    bench = fake_bench(max_crashes=1)
+    bench.enqueue(0, n=1)
+    bench.fail(bench.lease("w1")[0])
+    bench.call(calls.present("worker", "w2", about="node-7:123"))
+    _crash(bench, "w2")
+    text = "its worker died 1 time, the last one was w2 (node-7:123); before that: "
+    assert bench.queue.groups([("0", 1)])[0].errors == [("crashed", text + "engine_error it broke")]
+    bench.advance(60_000)
+    assert "wh" not in bench.key_names()
 
 
 def test_suspects_are_apart_and_eight_share_a_worker() -> None:
