@@ -28,11 +28,17 @@ class Look:
     """q d s l full ready live delivered."""
     presence: Mapping[str, int]
     """workers, producers, aggregators that are alive."""
+    num_held: int
+    """Groups that this trainer has in hand."""
 
     @property
     def num_undelivered(self) -> int:
-        """Live groups that no trainer holds: open, full or ready."""
-        return self.depths.get("live", 0) - self.depths.get("delivered", 0)
+        """Live groups that are not in this trainer's hands, whatever Redis counts as delivered.
+
+        A delivered group that it does not hold was handed to an earlier trainer and still has to
+        be found; one that it holds and Redis does not count as delivered was lost or began anew.
+        """
+        return self.depths.get("live", 0) - min(self.depths.get("delivered", 0), self.num_held)
 
 
 def is_over(look: Look) -> bool:

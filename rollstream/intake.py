@@ -1,6 +1,6 @@
 """How groups come from Redis into a trainer's hands, a few of them a round trip.
 
-Owns the place in the pending list, the bound on bytes in one answer, and the filter against what
+Owns the place in the stream, the bound on bytes in one answer, and the filter against what
 the trainer holds or has ended. Never waits for anything but new entries, and never acks what was
 not ended before. Invariant: a group leaves here at most once in the life of this process.
 """
@@ -79,11 +79,11 @@ class Intake:
 
     @property
     def is_paging(self) -> bool:
-        """Whether the pending list is not read to its end yet."""
+        """Whether the stream is not read to its end yet."""
         return self._cursor is not None
 
     def page_again(self) -> None:
-        """Read the pending list from its start: an answer may have been lost on its way."""
+        """Read the stream from its start: an answer may have been lost on its way."""
         self._cursor = "0"
 
     def fitting(self, wanted: int) -> int:
@@ -97,7 +97,7 @@ class Intake:
         return self._queue.read_ready(count=self.fitting(wanted), block_s=block_s)
 
     def take_pending(self, wanted: int) -> list[HeldGroup]:
-        """Return what this run's trainer was given before and did not ack: one page of it."""
+        """Return what waits for this run's trainer, given to it before or not: one page of it."""
         if self._cursor is None:
             return []
         entries = self._queue.pending_ready(self._cursor, count=self.fitting(wanted))
@@ -115,6 +115,8 @@ class Intake:
             Fenced: this trainer is not the run's consumer; the entries stay pending.
             WireTooNew: the records are of a newer wire version; the groups stay pending.
         """
+            if not entry.group_index:
+                continue  # a page was read over it: a line each time would fill the log
         fresh: dict[int, StreamEntry] = {}
         ended: list[str] = []
         for entry in entries:

@@ -2,7 +2,7 @@
 
 Owns how long nothing moved and what that means. Never holds groups: `Hold` does, so whatever ends
 a wait loses nothing. Invariant: every single block is half a second at most, and between two of
-them the run was swept, the claim checked, and the pending list read where it might hold more.
+them the run was swept, the claim checked, and the stream read again where it might hold more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollstream.queue.reads import StreamEntry
 from rollstream.runs import OUTAGES, REFUSALS, damaged, is_damage, missing
 
 REPAGE_S = 1.0
-"""A wait that was idle for this long reads the pending list again."""
+"""A wait that was idle for this long reads the stream again from its start."""
 TROUBLES = (Fenced, RunMissing, ResponseError, *OUTAGES)
 _NO_GROUP = "NOGROUP"
 
@@ -117,13 +117,14 @@ class Wait:
             for name, count in hold.queue.counters().items()
             if name == "acked" or name.startswith("dropped:")
         )
-        look = ends.Look(hold.info, hold.queue.depths(), hold.queue.presence())
+        depths, presence = hold.queue.depths(), hold.queue.presence()
+        look = ends.Look(hold.info, depths, presence, len(hold.held))
         if num_ended != self._num_ended:
             self._moved_mono_s = now if self._num_ended is not None else self._moved_mono_s
             self._num_ended = num_ended
         is_over = ends.is_over(look)
         if is_over or now - self._paged_mono_s >= REPAGE_S:
-            # An answer may have been lost on its way: its entries are pending, and nobody has them.
+            # An answer may have been lost on its way: nobody has its entries.
             self._paged_mono_s = now
             hold.intake.page_again()
             if hold.page(self._groups):

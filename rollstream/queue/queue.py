@@ -213,7 +213,7 @@ class Queue:
         return await self._wait(reads.read_ready(self.prefix, count, block_ms(block_s)))
 
     async def pending_ready(self, after_id: str = "0", *, count: int = 100) -> list[StreamEntry]:
-        """Page through what the trainer took and did not ack, behind `after_id`."""
+        """Page through what the trainer has not acked, read or not, behind `after_id`."""
         return await self._read(reads.pending_ready(self.prefix, after_id, count))
 
     # --- round trips ---------------------------------------------------------------------------

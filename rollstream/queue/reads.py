@@ -359,9 +359,19 @@ def read_ready(prefix: str, count: int, block_ms: int) -> Read[list[StreamEntry]
 
 
 def pending_ready(prefix: str, after_id: str, count: int) -> Read[list[StreamEntry]]:
-    """Page through what was handed to the trainer and not acked, behind `after_id`."""
-    command = _read_group(READY_GROUP, READY_CONSUMER, count, 0, f"{prefix}ready", after_id)
-    return Read((command,), lambda replies: _parse_streams(replies[0]))
+    """Page through what the trainer has not acked, read or not, behind `after_id`.
+
+    It reads the stream and not the consumer's pending list, which is gone with its consumer: the
+    stream keeps an entry until the group's end. What is none of ours has an empty `group_index`,
+    so only the end of the stream is an empty page.
+    """
+    command = ("XRANGE", f"{prefix}ready", f"({after_id}", "+", "COUNT", count)
+
+    def parse(replies: list[Any]) -> list[StreamEntry]:
+        found = ((entry, _parse_entry(entry)) for entry in replies[0])
+        return [ours or StreamEntry(_text(entry[0]), "", 0) for entry, ours in found]
+
+    return Read((command,), parse)
 
 
 def _read_group(

@@ -1,0 +1,57 @@
+"""Somebody else writes into the run's keys, or removes parts of them, while it goes on."""
+
+from __future__ import annotations
+
+from rollstream.queue import calls
+from rollstream.stream import GroupStream
+from tests.backstage import Backstage
+
+from .conftest import Connect
+
+
+def train_all(stream: GroupStream, groups: int = 2) -> list[int]:
+    """Train until the run is over; the ids in the order in which they came."""
+    trained: list[int] = []
+    for batch in stream.batches(groups=groups, timeout_s=8):
+        trained += batch.group_indexes
+        batch.ack()
+    return trained
+
+
+# --- the trainer's stream ------------------------------------------------------------------------
+def test_groups_behind_foreign_entries_reach_the_trainer_that_starts_again(
+    run: Backstage, connect: Connect
+) -> None:
+    """A page of foreign entries only was taken for the end, and the run for over."""
+    for _ in range(9):
+        run.queue.client.xadd(f"{run.queue.prefix}ready", {"x": "1"})
+    run.finish(0, 1)
+    run.end_of_data()
+    first = connect()
+    assert first.next_batch(2, 5) is not None
+    first.close()
+
+    assert train_all(connect()) == [0, 1]
+
+
+def test_groups_that_a_deleted_consumer_had_taken_reach_the_next_trainer(
+    run: Backstage, connect: Connect
+) -> None:
+    """redis/redis#9745: XGROUP DELCONSUMER forgets what was pending."""
+    run.finish(0, 1)
+    first = connect()
+    assert first.next_batch(2, 5) is not None
+    first.close()
+    run.queue.client.xgroup_delconsumer(f"{run.queue.prefix}ready", "trainer", "trainer")
+    run.end_of_data()
+
+    assert train_all(connect()) == [0, 1]
+    assert run.queue.call(calls.audit(deep=True)).problems == []
+
+
+def test_a_copied_entry_trains_its_group_once_and_whole(run: Backstage, connect: Connect) -> None:
+    run.finish(0, 1, n=4)
+    for entry in ({"g": "0", "n": "4"}, {"g": "1", "n": "4"}):
+        run.queue.client.xadd(f"{run.queue.prefix}ready", entry)
+    run.end_of_data()
+    assert train_all(connect()) == [0, 1]
