@@ -12,8 +12,7 @@ from typing import Literal, get_args
 
 from rollstream.errors import DropReason, RunFailed
 from rollstream.hold import Hold
-from rollstream.intake import Fenced
-from rollstream.lineage import RunMissing
+from rollstream.lineage import Fenced, RunMissing
 from rollstream.queue import calls
 from rollstream.queue.calls import ControlAnswer, ScriptCall
 from rollstream.queue.reads import StreamEntry

@@ -19,8 +19,8 @@ from redis.exceptions import ResponseError
 
 from rollstream.batch import Batch
 from rollstream.errors import DropReason, StreamError
-from rollstream.intake import Fenced, HeldGroup, Intake
-from rollstream.lineage import Lineage, RunMissing
+from rollstream.intake import HeldGroup, Intake
+from rollstream.lineage import Fenced, Lineage, RunMissing
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo, StreamEntry

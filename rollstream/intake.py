@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rollstream.assemble import assemble
 from rollstream.errors import DropReason, WireError, WireTooNew
 from rollstream.group import INDEX_STRIDE, EnvRule, FinishedGroup
-from rollstream.lineage import Lineage
+from rollstream.lineage import Fenced, Lineage
 from rollstream.queue import calls
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ def _index_of(entry: StreamEntry) -> int | None:
     if len(gid) < 20 and gid.isdecimal() and gid.isascii() and 1 <= entry.n <= INDEX_STRIDE:
         return int(gid)
     return None
-
-
-class Fenced(Exception):
-    """Redis knows another consumer: taken over, or it lost its last second. Never leaves us."""
 
 
 @dataclass(slots=True)
@@ -115,12 +111,12 @@ class Intake:
             Fenced: this trainer is not the run's consumer; the entries stay pending.
             WireTooNew: the records are of a newer wire version; the groups stay pending.
         """
-            if not entry.group_index:
-                continue  # a page was read over it: a line each time would fill the log
         fresh: dict[int, StreamEntry] = {}
         ended: list[str] = []
         for entry in entries:
             group_index = _index_of(entry)
+            if not entry.group_index:
+                continue  # a page was read over it: a line each time would fill the log
             if group_index is None:
                 log.error("foreign entry ignored", extra={"entry": str(entry)[:200]})
             elif group_index in self._lineage.terminal:

@@ -1,15 +1,17 @@
 """A trainer's claim to a run: who it is, what it counts as ended, and whether Redis still agrees.
 
 Owns the consumer token, the connect number, the rewind id, the terminal ids and the weight version
-of one trainer process. Never reads groups. Invariant: `terminal` only grows while the process
-lives; a server that knows less (it lost its last second, or everything) is told again.
+of one trainer process. Never reads groups. Invariants: `terminal` only grows while the process
+lives; a server that knows less (it lost its last second, or everything) is told again; an older
+trainer never takes a run back from a later one, whatever the server forgot of the two.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NoReturn
 
 from redis.exceptions import NoPermissionError
 
@@ -32,12 +34,18 @@ class RunMissing(RunLost):
     """Redis has no such run at the moment; a producer may open it again."""
 
 
+class Fenced(Exception):
+    """Redis knows another consumer: taken over, or it lost its last second. Never leaves us."""
+
+
 class Lineage:
-    """The trainer's side of the frontier.
+    """The trainer's side of the frontier; calls may be repeated after `Fenced`.
 
     Attributes:
         consumer: token that every deliver, ack, retire and rewind carries.
-        number: of this trainer's connect; it rises with every connect to the run.
+        number: of this trainer's connect: higher than every earlier one that Redis remembers, and
+            at least its time in milliseconds, so that it is also higher than those that Redis
+            forgot. It never changes, so of two trainers the later one keeps the run.
         terminal: ids that are never handed out: of the checkpoint, acked here, and what Redis had
             ended when the two were last compared.
         version: the weight version that this process asserts.
@@ -56,6 +64,8 @@ class Lineage:
         self._server_id = ""
         self._unsettled = False
         """Redis was found to know less and may not have heard everything yet."""
+        self._taken = False
+        """A later trainer was seen once: for good, even where Redis forgets it."""
 
     def claim(self, terminal: TerminalIds | None, version: int | None) -> ControlAnswer:
         """Become the run's consumer, and rewind the run to a checkpoint where there is one.
@@ -66,10 +76,11 @@ class Lineage:
 
         Raises:
             RunMissing: there is no such run.
-            ConsumerTaken: another trainer connected at the same moment.
+            Fenced: Redis forgot the connect before it heard the rewind.
+            ConsumerTaken: other trainers keep connecting.
         """
         self._server_id = self._read_server_id()
-        answer = self._connect(0)
+        answer = self._take_over()
         self._rewind_id = answer.rewind_id
         theirs = self._read_terminal()
         self.terminal = theirs if terminal is None else terminal.copy()
@@ -83,25 +94,28 @@ class Lineage:
 
         Raises:
             RunMissing: there is no such run.
+            Fenced: Redis forgot this trainer once more meanwhile: check again.
             ConsumerTaken: a later trainer took the run over.
         """
+        self.refuse_if_taken()
         server_id = self._read_server_id()
         answer = self._queue.call(calls.set_version(self.version))
-        if answer.state == "lost":
-            raise RunMissing(f"Redis has no run {self._queue.run!r}")
-        if answer.connects > self.number or (
-            answer.connects == self.number and answer.consumer != self.consumer
-        ):
-            raise ConsumerTaken(
-                f"another trainer connected to run {self._queue.run!r} (connect "
-                f"{answer.connects}, this one is {self.number}); nothing more can be acked here"
-            )
+        self._refuse_others(answer)
         rolled_back = answer.connects < self.number or server_id != self._server_id
         if rolled_back or self._unsettled:
             self._unsettled = True
-            answer = self._assert_again(answer)
+            answer = self._assert_again(answer, server_id)
             self._server_id, self._unsettled = server_id, False
         return answer
+
+    def refuse_if_taken(self) -> None:
+        """Raise where a later trainer was seen before.
+
+        Raises:
+            ConsumerTaken: nothing may be done in this trainer's name any more.
+        """
+        if self._taken:
+            self._give_up()
 
     def ended(self, group_indexes: list[int]) -> None:
         """Count groups as ended: acked here."""
@@ -130,17 +144,19 @@ class Lineage:
             # One old group can hold the frontier back: fold again once twice as much lies above.
             self._fold_above = max(MAX_ABOVE, 2 * self.terminal.num_above)
 
-    def _assert_again(self, answer: ControlAnswer) -> ControlAnswer:
+    def _assert_again(self, answer: ControlAnswer, server_id: str) -> ControlAnswer:
         """A rollback: token and terminal ids are Redis's to learn again (the version has been)."""
         self.rollbacks += 1
-        same_lineage = answer.rewind_id == self._rewind_id
-        answer = self._connect(answer.connects)
+        # Where Redis forgot this very trainer, somebody older may have acked there meanwhile.
+        is_ours = answer.consumer == self.consumer and answer.rewind_id == self._rewind_id
+        answer = self._queue.call(calls.connect(self.consumer, self.number))
+        self._refuse_others(answer)
         theirs = self._read_terminal()
         log.warning(
             "redis lost what it knew: asserting again",
             extra={"run": self._queue.run, "frontier": theirs.frontier, "connect": self.number},
         )
-        if same_lineage:
+        if is_ours and self._read_server_id() == server_id:
             self.terminal.join(theirs)
         if self.terminal != theirs:
             self._rewind()
@@ -148,8 +164,9 @@ class Lineage:
             self._rewind_id = answer.rewind_id
         return answer
 
-    def _connect(self, at_least: int) -> ControlAnswer:
-        number = max(self.number, at_least) + 1
+    def _take_over(self) -> ControlAnswer:
+        """Connect as the latest trainer."""
+        number = max(self.number, time.time_ns() // 1_000_000)
         for _ in range(_CONNECT_TRIES):
             answer = self._queue.call(calls.connect(self.consumer, number))
             if answer.state == "lost":
@@ -160,6 +177,21 @@ class Lineage:
             number = answer.connects + 1
         raise ConsumerTaken(f"other trainers keep connecting to run {self._queue.run!r}")
 
+    def _refuse_others(self, answer: ControlAnswer) -> None:
+        if answer.state == "lost":
+            raise RunMissing(f"Redis has no run {self._queue.run!r}")
+        if answer.connects > self.number or (
+            answer.connects == self.number and answer.consumer != self.consumer
+        ):
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        self._taken = True
+        raise ConsumerTaken(
+            f"another trainer connected to run {self._queue.run!r} after this one: nothing more "
+            "can be acked or saved here"
+        )
+
     def _rewind(self) -> None:
         # Kept before it is known to have arrived: an answer that is lost must not look foreign.
         rewind_id = self._rewind_id = secrets.token_hex(8)
@@ -168,7 +200,7 @@ class Lineage:
             calls.rewind(self.consumer, rewind_id, terminal.frontier, terminal.bitmap())
         )
         if answer.taken:
-            raise ConsumerTaken(f"another trainer took run {self._queue.run!r} over")
+            raise Fenced  # another trainer, or a rollback behind the connect: `check` finds out
         log.info(
             "rewound",
             extra={"run": self._queue.run, "frontier": answer.frontier, "epoch": answer.epoch,

@@ -14,8 +14,7 @@ from redis.exceptions import ResponseError
 from rollstream import ends
 from rollstream.errors import CapacityTooSmall, StreamError
 from rollstream.hold import MAX_WAIT_S, PAUSE_S, Hold
-from rollstream.intake import Fenced
-from rollstream.lineage import RunMissing
+from rollstream.lineage import Fenced, RunMissing
 from rollstream.queue.reads import StreamEntry
 from rollstream.runs import OUTAGES, REFUSALS, damaged, is_damage, missing
 

@@ -72,7 +72,7 @@ def _run_rows(info: RunInfo, presence: Mapping[str, int]) -> dict[str, Any]:
         "weight version": info.version,
         "epoch, frontier": f"{info.epoch}, {info.frontier}",
         "all prompts enqueued": "yes" if info.done else "no",
-        "trainer": f"connect {info.connects}" if info.connects else "none yet",
+        "trainer": f"connected as {info.consumer}" if info.connects else "none yet",
     }
     return rows | {f"{name} alive": count for name, count in presence.items()}
 
