@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -43,15 +44,17 @@ class RunView:
     lease_s: float = 15.0
     max_body_bytes: int = 16 << 20
     reopened: bool = False
-    """The run was lost and is there again, perhaps with other numbers: `info` is to be read."""
+    """The run is there again, or was changed, perhaps with other numbers: `info` is to be read."""
+    nudge: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set where the next beat is due at once: control words have changed."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the run is `ended` or `failed`: nothing will ever be leased again."""
 
     def opened(self, info: RunInfo) -> None:
         """Take over what the producer opened the run with."""
         self.lease_s, self.max_body_bytes = info.lease_s, info.max_body_bytes
-        self.reopened = False
         self.saw(info.state, info.version, info.control_seq)
+        self.reopened = False
 
     def saw(self, state: str, version: int, control_seq: int) -> None:
         """Take over what an answer said."""
@@ -64,6 +67,10 @@ class RunView:
         if state in OVER:
             self.over.set()
         if state != LOST:
+            # A shorter lease that nobody here knows of would expire between two beats.
+            if control_seq != self.control_seq:
+                self.reopened = True
+                self.nudge.set()
             self.version, self.control_seq = version, control_seq
 
 
@@ -93,27 +100,27 @@ class Heart:
         self._queue, self._link, self._view, self._name = queue, link, view, name
         self._role = role
         self._held, self._lost, self._metrics = held, lost, metrics
-        self._nudge = asyncio.Event()
 
     def nudge(self) -> None:
         """Beat at once: control words have changed."""
-        self._nudge.set()
+        self._view.nudge.set()
 
     async def run(self) -> None:
         """Beat and sweep until cancelled."""
         while True:
-            wait_s = self._view.lease_s / BEATS_A_LEASE
+            outage_s = math.inf
             try:
                 await self.beat()
             except OUTAGE as error:
                 self._metrics.heartbeat_failures_total.inc()
-                wait_s = min(wait_s, self._link.failed(error))
+                outage_s = self._link.failed(error)
             else:
                 self._link.worked()
+            wait_s = min(self._view.lease_s / BEATS_A_LEASE, outage_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._nudge.wait()
-            self._nudge.clear()
+                    await self._view.nudge.wait()
+            self._view.nudge.clear()
 
     async def beat(self) -> None:
         """Extend every held lease, tell what was lost, and sweep while a page is full."""

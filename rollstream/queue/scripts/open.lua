@@ -1,11 +1,11 @@
 -- open: creates the run, or finds it; the producer's first call.
 -- argv: schema fingerprint (budget value)*
--- keys: m HASH, full STREAM, ready STREAM, d ZSET
+-- keys: m HASH, full STREAM, ready STREAM, d ZSET, ctl STREAM
 -- group: -
 -- member: -
 -- answer: created state | same state | mismatch schema fingerprint
 -- repeat: same, with the budgets set once more to the same values
--- uses: clock
+-- uses: clock control
 local schema, fingerprint = ARGV[1], ARGV[2]
 permit_full_memory()
 local run = read(M, 'schema', 'fingerprint', 'state')
@@ -18,7 +18,10 @@ if not run.state then
     'frontier', 0, 'base', 0, 'rewind_id', '', 'delivered', 0, 'done', 0, 'error', '',
     'clock', 1, 'clock_tick', int(now_ms()), 'grace_until', 0, 'paused_total', 0, 'paused_at', 0)
 end
-if #ARGV > 2 then call('HSET', M, unpack(ARGV, 3)) end
+local changed = false
+for j = 3, #ARGV, 2 do changed = changed or call('HGET', M, ARGV[j]) ~= ARGV[j + 1] end
+if changed then call('HSET', M, unpack(ARGV, 3)) end
+if changed and run.state then announce('set', 'open') end -- workers beat by the lease that they read
 -- Each may be missing where the other is there (a key that was deleted by hand); BUSYGROUP is fine.
 redis.pcall('XGROUP', 'CREATE', K .. 'full', 'aggregators', '0', 'MKSTREAM')
 redis.pcall('XGROUP', 'CREATE', K .. 'ready', 'trainer', '0', 'MKSTREAM')
