@@ -392,6 +392,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     # By class name along the inheritance, so that an app without redis need not import it.
     names = {f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(error).__mro__}
     text = str(error) or type(error).__name__
+    own = getattr(error, "exit_code", None)
+    if isinstance(own, int):
+        return own, text
     if isinstance(error, ConfigError):
         return EXIT_CONFIG, text
     if isinstance(error, RunMismatch):

@@ -31,6 +31,8 @@ EXIT_CODES = {
     2: "the configuration or the input is wrong; nothing was done",
     3: "Redis or an engine cannot be reached",
     4: "a run of this name exists with other data, or has ended",
+    5: "this process cannot go on, another in its place can (worker: the event loop stood still, "
+    "or user functions used up threads or memory)",
 }
 PAGE = Path("docs/configuration.md")
 

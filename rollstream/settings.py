@@ -226,6 +226,9 @@ class WorkerTable(Table):
     """How long SIGTERM waits for samples in flight before it gives them back."""
     fail_after_groups: int = Field(20, ge=1)
     """Refused groups in a row, without one success, that end the run as failed."""
+    stall_limit_s: float = Field(60.0, ge=0)
+    """How long the event loop may stand still (user code blocks it) before the process ends with
+    exit code 5, to be started again; never less than a lease. 0 is for ever."""
     role: Literal["all", "rollout", "aggregator"] = "all"
     """`all` generates and aggregates; the others do one of both."""
 
@@ -245,6 +248,8 @@ class AggregatorTable(Table):
     """Rewards whose deviation is not above it are `zero_std`."""
 
 
+    filter_timeout_s: float = Field(10.0, gt=0)
+    """How long one filter of the user's may take over one group; then it is `filter_error`."""
 class WeightsTable(Table):
     """How old a sample may be."""
 

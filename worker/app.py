@@ -26,12 +26,13 @@ from rollstream.settings import Settings
 from rollstream.wire import WIRE_VERSION
 
 from .aggregate.aggregator import Aggregator, AggregatorLimits
+from .bounded import THREADS
 from .engines import create_engine
 from .engines.pool import EnginePool
 from .generate.finish import finish
 from .groups import GroupBook
 from .heart import LOST, OVER, Heart, Role, RunView
-from .rollout import Rollout
+from .rollout import OUT_OF_MEMORY, Rollout
 from .shift import Shift, ShiftLimits, new_incarnation
 from .startup import build_scorers, env_judges, env_runtimes
 from .telemetry.gc_policy import GcPolicy
@@ -40,6 +41,7 @@ from .telemetry.pulse import Pulse
 from .telemetry.server import TelemetryServer
 from .tito.backend import RenderersBackend
 from .tito.load import render_prompt
+from .watchdog import Stalled, Watchdog, memory_is_short
 
 REACH_S = 5.0
 """How long start-up tries to reach Redis, and then an engine."""
@@ -48,6 +50,7 @@ REPORT_S = 5.0
 SAY_WAITING_S = 30.0
 CONTROL_BLOCK_S = 0.5
 READY_TIMEOUT_S = 1.0
+LOOK_INTERVAL_S = 1.0
 
 log = structlog.get_logger("worker")
 
@@ -79,6 +82,7 @@ class Worker:
         self._pool: EnginePool | None = None
         self._shift: Shift | None = None
         self._judging: asyncio.Task[Any] | None = None
+        self._stalled: Stalled | None = None
 
     async def run(self) -> None:
         """Start, work until stopped or until the run is over, and stop.
@@ -87,11 +91,14 @@ class Worker:
             ConfigError: something in the configuration is wrong.
             ConnectionError: Redis or every engine is unreachable.
             RunFailed: the run was ended as failed.
+            Stalled: user functions used up this process; another one in its place can go on.
         """
         async with self._closing:
             self._watch_signals()
             await self._start()
             state = await self._work()
+            if self._stalled is not None:
+                raise self._stalled
             if state == "failed":
                 info = await self._link.answered(self._queue.info)
                 raise RunFailed(info.error if info is not None else "no reason is known")
@@ -119,6 +126,7 @@ class Worker:
                 limits=AggregatorLimits(
                     stop_on_filter_error=settings.aggregator.on_filter_error == "stop"
                 ),
+                lease_s=lambda: self._view.lease_s,
             )
         self._heart = Heart(
             self._queue,
@@ -217,7 +225,15 @@ class Worker:
         """Work until stopped or until the run is over; return its state then, "" if stopped."""
         self._gc.install()
         self._closing.callback(self._gc.uninstall)
+        watchdog = Watchdog(
+            self._settings.worker.stall_limit_s,
+            lease_s=lambda: self._view.lease_s,
+            held=self._shift.held if self._shift is not None else list,
+        )
+        watchdog.start()
+        self._closing.callback(watchdog.stop)
         self._spawn(self._pulse.run())
+        self._spawn(self._look_at_itself())
         self._spawn(self._gc.run(self._is_idle))
         if not await self._wait_for_run():
             return ""
@@ -292,12 +308,45 @@ class Worker:
             if entries:
                 self._heart.nudge()
 
+    async def _look_at_itself(self) -> None:
+        """Notice user functions that use this process up, say it, and end it in order."""
+        said = 0
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            hung = THREADS.num_hung
+            if hung >= 2 * said + 1:
+                said = hung
+                log.warning(
+                    "user_functions_hang",
+                    threads=hung,
+                    limit=THREADS.limit,
+                    functions=THREADS.hung_functions()[:8],
+                    message="they did not return in time, and a thread cannot be stopped",
+                )
+            said = min(said, hung)
+            if hung >= THREADS.limit:
+                self._give_up(f"all {hung} threads are held by functions that do not return")
+            if OUT_OF_MEMORY.is_set():
+                OUT_OF_MEMORY.clear()
+                if memory_is_short():
+                    self._give_up("memory is used up: a function raised MemoryError")
+
+    def _give_up(self, reason: str) -> None:
+        """Stop as for a second signal: what runs is given back at once, uncharged."""
+        if self._stalled is None:
+            log.error("worker_used_up", reason=reason)
+            self._stalled = Stalled(f"this process cannot go on: {reason}; start it again")
+            self._stop.set()
+            self._stop_now.set()
+
     def _is_idle(self) -> bool:
         return self._shift is None or self._shift.num_busy == 0
 
     # --- telemetry -------------------------------------------------------------------------------
     def _publish_engines(self) -> None:
         self._metrics.gc_pause_seconds.set(self._gc.take().longest_s)
+        self._metrics.user_threads.set(THREADS.num_running)
+        self._metrics.user_threads_hung.set(THREADS.num_hung)
         if self._pool is not None:
             for i, engine in enumerate(self._pool.counters.engines):
                 self._metrics.engine_state(i, up=engine.up, totals=engine.requests)

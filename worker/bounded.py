@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from .functions import UserFunction, describe, is_async
+
+T = TypeVar("T")
 
 
 class Overdue(Exception):
@@ -40,34 +43,47 @@ class Threads:
     process from ending; these are not. A hung function costs its thread, up to `limit` of them.
     """
 
-    def __init__(self, limit: int = 128) -> None:
-        self._limit = limit
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    def __init__(self, limit: int = 128, name: str = "user-function") -> None:
+        self.limit, self._name = limit, name
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = self._pending = self._num_threads = 0
+        self._hung: set[_Job] = set()
 
-    def submit(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+    @property
+    def num_hung(self) -> int:
+        """Threads that still run what nobody waits for any more."""
+        return len(self._hung)
+
+    @property
+    def num_running(self) -> int:
+        """Threads that run something, hung or not."""
+        return self._num_threads - self._idle
+
+    def hung_functions(self) -> list[str]:
+        """Return the names of functions that do not return."""
+        with self._lock:
+            return sorted({job.name for job in self._hung})
+
+    def submit(self, function: Callable[[], Any], name: str = "") -> asyncio.Future[Any]:
         """Run `function` in a thread; the future belongs to the running loop."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def job() -> None:
-            if future.cancelled():  # its caller gave up while it waited for a thread
-                return
-            try:
-                outcome, failed = function(), False
-            except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to
-                outcome, failed = error, True
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(_settle, future, outcome, failed)
-
+        job = _Job(function, name or name_of(function), loop.create_future(), loop)
+        job.future.add_done_callback(functools.partial(self._given_up, job))
         with self._lock:
             self._pending += 1
-            if self._pending > self._idle and self._num_threads < self._limit:
+            if self._pending > self._idle and self._num_threads < self.limit:
                 self._num_threads += 1
-                threading.Thread(target=self._serve, name="user-function", daemon=True).start()
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         self._jobs.put(job)
-        return future
+        return job.future
+
+    def _given_up(self, job: _Job, future: asyncio.Future[Any]) -> None:
+        """Count a job that still runs although its caller stopped waiting."""
+        if future.cancelled():
+            with self._lock:
+                if job.running:
+                    self._hung.add(job)
 
     def _serve(self) -> None:
         while True:
@@ -77,8 +93,45 @@ class Threads:
             with self._lock:
                 self._idle -= 1
                 self._pending -= 1
-            job()
+                # Where its caller gave up while it waited for a thread, nothing is run.
+                job.running = not job.future.cancelled()
+            if job.running:
+                job.run()
+                with self._lock:
+                    job.running = False
+                    self._hung.discard(job)
             del job
+
+
+class _Job:
+    """One call in a thread."""
+
+    __slots__ = ("_function", "_loop", "future", "name", "running")
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        name: str,
+        future: asyncio.Future[Any],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._function, self.name, self.future, self._loop = function, name, future, loop
+        self.running = False
+
+    def run(self) -> None:
+        try:
+            outcome, failed = self._function(), False
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to
+            outcome, failed = error, True
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(_settle, self.future, outcome, failed)
+
+
+def name_of(function: Any) -> str:
+    """Return how a function is called, for people."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any, failed: bool) -> None:
@@ -98,8 +151,20 @@ def _settle(future: asyncio.Future[Any], outcome: Any, failed: bool) -> None:
 
 
 THREADS = Threads()
+"""Of user functions."""
+_OWN_THREADS = Threads(8, "own-work")
 _LEFT_BEHIND: set[asyncio.Future[Any]] = set()
 """Tasks that were told to stop and have not yet; held, so that none is lost half way."""
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a function of our own in a thread that user code cannot take away.
+
+    The loop's default executor has a handful of threads; user code that hangs there, by
+    `asyncio.to_thread`, would stop whatever of ours waits for one.
+    """
+    result: T = await _OWN_THREADS.submit(functools.partial(function, *args))
+    return result
 
 
 async def run_bounded(function: UserFunction, *args: Any, timeout_s: float) -> Any:
@@ -116,7 +181,7 @@ async def run_bounded(function: UserFunction, *args: Any, timeout_s: float) -> A
     if is_async(function):
         future = asyncio.ensure_future(_await(function, *args))
     else:
-        future = THREADS.submit(lambda: function(*args))
+        future = THREADS.submit(functools.partial(function, *args))
     result = await _wait(future, timeout_s)
     if inspect.isawaitable(result):  # an ordinary function that handed back a coroutine
         result = await _wait(asyncio.ensure_future(_await(lambda: result)), timeout_s)

@@ -17,6 +17,7 @@ from rollstream.queue.calls import LeasedGroup
 from rollstream.sample import Message, Prompt, Sample
 from rollstream.wire import decode_prompt
 
+from .bounded import in_thread
 from .sampling import Sampling
 from .tools import tool_specs
 from .types import PromptIds, Tool
@@ -112,9 +113,7 @@ class GroupBook:
             if _num_chars(work.group.prompt) <= LONG_PROMPT_CHARS:
                 work.rendered = rendered = self._rendered(work)
             else:
-                work.rendered = rendered = asyncio.ensure_future(
-                    asyncio.to_thread(self._rendered, work)
-                )
+                work.rendered = rendered = asyncio.ensure_future(in_thread(self._rendered, work))
         if isinstance(rendered, asyncio.Future):
             # One member's cancellation must not take the others' prompt away.
             rendered = await asyncio.shield(rendered)

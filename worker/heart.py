@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -100,6 +102,7 @@ class Heart:
         self._queue, self._link, self._view, self._name = queue, link, view, name
         self._role = role
         self._held, self._lost, self._metrics = held, lost, metrics
+        self._about = f"{socket.gethostname()} pid {os.getpid()}"
 
     def nudge(self) -> None:
         """Beat at once: control words have changed."""
@@ -128,8 +131,9 @@ class Heart:
         if self._role is not Role.AGGREGATOR:
             # A beat counts as a worker's presence, and with it in how leases are shared out.
             asked.append(calls.beat(self._name, self._held()))
-        if self._role is not Role.ROLLOUT:
-            asked.append(calls.present("aggregator", self._name))
+        # Where it runs, for the records of members that it crashes with.
+        role = "worker" if self._role is Role.ROLLOUT else "aggregator"
+        asked.append(calls.present(role, self._name, about=self._about))
         # The sweep comes last: what was just extended does not expire in it.
         asked.append(calls.sweep(SWEEP_PAGE))
         seen, *_, swept = await self._queue.call_many(asked)

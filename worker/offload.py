@@ -7,11 +7,11 @@ Invariant: the loop is held for a few milliseconds at most. A thread for every b
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from rollstream.sample import Message, Prompt, TokenIds
 
+from .bounded import in_thread
 from .tito.load import render_prompt
 from .tito.tokenizer import LONG_IDS, LONG_TEXT_CHARS
 from .types import PromptIds, Renderer
@@ -31,7 +31,7 @@ async def extend(
     """
     if num_chars(new_messages) <= LONG_TEXT_CHARS:
         return renderer.extend(window, completion, new_messages, tools)
-    return await asyncio.to_thread(renderer.extend, window, completion, new_messages, tools)
+    return await in_thread(renderer.extend, window, completion, new_messages, tools)
 
 
 async def render(renderer: Renderer, prompt: Prompt, tools: list[Message] | None) -> PromptIds:
@@ -43,14 +43,14 @@ async def render(renderer: Renderer, prompt: Prompt, tools: list[Message] | None
     length = len(prompt) if isinstance(prompt, str) else num_chars(prompt)
     if length <= LONG_TEXT_CHARS:
         return render_prompt(renderer, prompt, tools)
-    return await asyncio.to_thread(render_prompt, renderer, prompt, tools)
+    return await in_thread(render_prompt, renderer, prompt, tools)
 
 
 async def decode(renderer: Renderer, ids: TokenIds) -> str:
     """Return `renderer.decode(ids)`; give it to `Trajectory.write_to(response=…)`."""
     if len(ids) <= LONG_IDS:
         return renderer.decode(ids)
-    return await asyncio.to_thread(renderer.decode, ids)
+    return await in_thread(renderer.decode, ids)
 
 
 def num_chars(messages: Sequence[Message]) -> int:

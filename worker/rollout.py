@@ -8,6 +8,7 @@ time (the shift cancels), never lets a user's exception out. Invariant: whatever
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -46,6 +47,8 @@ from .work import (
 Finish = Callable[[Sample, GenerateOutput], Trajectory]
 """Checks what a generate function returned and fills in what it left out (`generate.finish`)."""
 
+OUT_OF_MEMORY = threading.Event()
+"""Set when a user's function raised MemoryError; `app.py` looks whether the process is used up."""
 _SCORED = (Status.COMPLETED, Status.TRUNCATED)
 log = structlog.get_logger("worker")
 
@@ -150,7 +153,9 @@ class boundary:  # noqa: N801 - it reads as a statement: `with boundary(AgentFau
     A CancelledError that nobody sent to this task leaked out of user code (it awaited something
     that was cancelled) and is data like any other exception; our own goes through. So is what is
     no `Exception` (SystemExit, a group with one in it): it would end the worker, or nobody would
-    hear of it. GeneratorExit is Python's own word that the coroutine is being closed.
+    hear of it. Memory is the process's, and its end may be a neighbour's doing: MemoryError is
+    tried again, as a fault of the environment. GeneratorExit is Python's own word that the
+    coroutine is being closed.
     """
 
     __slots__ = ("_kind",)
@@ -174,6 +179,9 @@ class boundary:  # noqa: N801 - it reads as a statement: `with boundary(AgentFau
             if task is None or task.cancelling():
                 return
             raise self._kind("a CancelledError leaked out of the function") from None
+        if isinstance(error, MemoryError):
+            OUT_OF_MEMORY.set()
+            raise EnvFault(describe(error), retryable=True, detail="memory") from error
         if not isinstance(error, GeneratorExit):
             log.debug("fault", boundary=self._kind.__name__, exc_info=error)
             raise self._kind(describe(error)) from error

@@ -28,6 +28,7 @@ from rollstream.queue.keys import MAX_LEASE
 from rollstream.queue.queue import Queue
 from rollstream.wire import encode_body, encode_header, encode_text
 
+from .bounded import in_thread
 from .functions import describe
 from .groups import GroupBook
 from .heart import LOST, OVER, RunView
@@ -206,7 +207,8 @@ class Shift:
         if member.crashes:
             log.info("suspect_leased", lease=work.lease.id, crashes=member.crashes)
         self._works[work.lease.id] = work
-        work.task = asyncio.create_task(self._run(work))
+        # The name tells the watchdog which sample holds the loop.
+        work.task = asyncio.create_task(self._run(work), name=work.lease.id)
 
     # --- one member ------------------------------------------------------------------------------
     async def _run(self, work: Work) -> None:
@@ -239,7 +241,7 @@ class Shift:
         text = b""
         try:
             if sum(len(leaf.response) for leaf in leaves) > LONG_TEXT_CHARS:
-                text = await asyncio.to_thread(encode_text, trajectory)
+                text = await in_thread(encode_text, trajectory)
             else:
                 text = encode_text(trajectory)
             body = encode_body(trajectory)

@@ -120,6 +120,7 @@ def env_judges(settings: Settings) -> dict[str, EnvJudge]:
             rule=EnvRule(table.reward.key, needs_reward=table.reward.kind != NO_REWARD),
             filters=filters,
             min_samples=settings.aggregator.min_samples,
+            filter_timeout_s=settings.aggregator.filter_timeout_s,
         )
     return judges
 

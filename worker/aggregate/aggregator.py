@@ -4,15 +4,20 @@ Owns the reading, the take-over of what another aggregator left, and the batchin
 Never holds a group: until its verdict is answered, a group is pending in Redis and anybody may
 judge it again. Invariants: a verdict is fenced by the entry it judged, so two aggregators never
 decide twice; a group whose judgement was begun or broke three times is dropped as `filter_error`
-rather than tried for ever.
+rather than tried for ever; a group that ends aggregators ends alone, and one whose filter is slow
+delays no other.
+
+What an aggregator has in hand it keeps, as a worker keeps its leases: by saying so before a third
+of the idle time has passed. So only what a dead or frozen one left is taken over, one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -27,7 +32,7 @@ from rollstream.queue.reads import StoredGroup, StreamEntry
 from rollstream.wire import decode_body, decode_prompt
 
 from ..telemetry.metrics import Metrics
-from .judge import KEEP, EnvJudge, FilterError, Verdict, judge, view_of
+from .judge import KEEP, EnvJudge, FilterError, FilterHung, Verdict, judge, view_of
 
 CONSUMER = "aggregator"
 """One fixed name for all aggregators: names per process would pile up for ever in Redis."""
@@ -36,6 +41,12 @@ BLOCK_S = 0.5
 BUSY_GROUPS = 3
 GATHER_S = 0.003
 TRIES = 3
+IDLE_LEASES = 2.0
+KEEPS_AN_IDLE = 3
+SLOW_S = 0.05
+"""A judgement that takes longer goes on beside those behind it."""
+MAX_SLOW = 32
+"""Slow judgements at once; with so many, nothing more is read."""
 
 log = structlog.get_logger("aggregator")
 
@@ -44,9 +55,18 @@ log = structlog.get_logger("aggregator")
 class AggregatorLimits:
     """The numbers of an aggregator."""
 
-    claim_idle_s: float = 30.0
-    """An entry that nobody judged for so long is taken over."""
+    claim_idle_s: float | None = None
+    """An entry that nobody judged or kept for so long is taken over; None is two leases."""
     stop_on_filter_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What was decided on one entry."""
+
+    entry: StreamEntry
+    env: str
+    verdict: Verdict
 
 
 class Aggregator:
@@ -60,73 +80,166 @@ class Aggregator:
         *,
         metrics: Metrics,
         limits: AggregatorLimits = AggregatorLimits(),
+        lease_s: Callable[[], float] = lambda: 15.0,
     ) -> None:
         self._queue, self._link, self._envs = queue, link, envs
-        self._metrics, self._limits = metrics, limits
+        self._metrics, self._limits, self._lease_s = metrics, limits, lease_s
         self._stopping = False
+        self._in_hand: set[str] = set()
+        self._slow: set[asyncio.Task[None]] = set()
+        self._runs_user_code = any(env.runs_user_code for env in envs.values())
         # One environment whose filters look at headers only needs no prompt at all.
         self._only = next(iter(envs.values())) if len(envs) == 1 else None
-        self._reads_prompts = self._only is None or not all(f.built_in for f in self._only.filters)
+        self._reads_prompts = self._only is None or self._runs_user_code
+
+    @property
+    def idle_s(self) -> float:
+        """After how long an entry that nobody judged or kept is taken over."""
+        own = self._limits.claim_idle_s
+        return IDLE_LEASES * self._lease_s() if own is None else own
 
     async def run(self) -> None:
         """Read and judge until stopped or cancelled."""
-        next_claim = 0.0
-        while not self._stopping:
-            if time.monotonic() >= next_claim:
-                await self._take_over()
-                next_claim = time.monotonic() + self._limits.claim_idle_s / 3
-            entries = await self._link.answered(
-                lambda: self._queue.read_full(CONSUMER, count=BATCH, block_s=BLOCK_S)
-            )
-            if entries:
-                await self.judge_entries(entries)
-            if len(entries) >= BUSY_GROUPS:
-                # Many end at once: a moment's wait makes one batch of what would be several.
-                await asyncio.sleep(GATHER_S)
+        async with self._kept() as keeping:
+            next_claim = 0.0
+            while not self._stopping:
+                if keeping.done():
+                    keeping.result()
+                if time.monotonic() >= next_claim:
+                    await self._take_over()
+                    next_claim = time.monotonic() + self.idle_s / 3
+                entries = await self._link.answered(
+                    lambda: self._queue.read_full(CONSUMER, count=BATCH, block_s=BLOCK_S)
+                )
+                if entries:
+                    await self._judge(entries)
+                await self._settle(MAX_SLOW)
+                if len(entries) >= BUSY_GROUPS:
+                    # Many end at once: a moment's wait makes one batch of what would be several.
+                    await asyncio.sleep(GATHER_S)
+            await self._settle(0)
 
     def stop(self) -> None:
         """Take nothing more in hand; what is, is judged, or it would idle until a takeover."""
         self._stopping = True
 
-    async def _take_over(self) -> None:
-        while True:
-            entries = await self._link.answered(
-                lambda: self._queue.claim_full(
-                    CONSUMER, idle_s=self._limits.claim_idle_s, count=BATCH
-                )
-            )
-            if entries:
-                log.info("groups_taken_over", groups=len(entries))
-                await self.judge_entries(entries)
-            if len(entries) < BATCH:
-                return
+    @contextlib.asynccontextmanager
+    async def _kept(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Keep what is in hand as long as the block runs, and end what it started with it."""
+        keeping = asyncio.create_task(self._keep())
+        try:
+            yield keeping
+        finally:
+            left = [keeping, *self._slow]
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+            self._slow.clear()
 
+    async def _keep(self) -> None:
+        """Begin the idle time of what is in hand anew, before anybody takes it over."""
+        while True:
+            await asyncio.sleep(max(self.idle_s / KEEPS_AN_IDLE, SLOW_S))
+            kept = sorted(self._in_hand)
+            await self._link.answered(functools.partial(self._queue.keep_full, CONSUMER, kept))
+
+    async def _take_over(self) -> None:
+        """Judge what a dead aggregator left.
+
+        One at a time, and what was left twice already with nothing else in hand: where a group ends
+        its aggregator again, only that group was handed out once more for it.
+        """
+        while not self._stopping:
+            entries = await self._link.answered(
+                lambda: self._queue.claim_full(CONSUMER, idle_s=self.idle_s, count=1)
+            )
+            if not entries:
+                return
+            (entry,) = entries
+            if entry.message_id in self._in_hand:  # we were frozen for longer than the idle time
+                continue
+            log.info("group_taken_over", group=entry.group_index, deliveries=entry.deliveries)
+            is_suspect = self._runs_user_code and entry.deliveries >= TRIES
+            if is_suspect:
+                await self._settle(0)
+            await self._judge(entries)
+            await self._settle(0 if is_suspect else MAX_SLOW)
+
+    # --- judging ---------------------------------------------------------------------------------
     async def judge_entries(self, entries: Sequence[StreamEntry]) -> None:
-        """Judge these entries: one round trip for their headers, one for all verdicts."""
+        """Judge these entries to the end."""
+        await self._judge(entries)
+        await self._settle(0)
+
+    async def _judge(self, entries: Sequence[StreamEntry]) -> None:
+        """Judge entries: one round trip for their headers, one for all quick verdicts."""
+        self._in_hand.update(entry.message_id for entry in entries)
         stored = await self._link.answered(
             lambda: self._queue.headers(entries, prompts=self._reads_prompts)
         )
-        verdicts: list[ScriptCall[str]] = []
-        judged: list[tuple[str, Verdict]] = []
+        judged: list[_Judged] = []
         for entry, group in zip(entries, stored, strict=True):
-            env_name, verdict = await self._judge_one(entry, group)
-            judged.append((env_name, verdict))
-            verdicts.append(
-                calls.verdict(
-                    entry.group_index, entry.message_id, drop=verdict.drop, detail=verdict.detail
-                )
+            if not self._runs_user_code:
+                judged.append(_Judged(entry, *await self._judge_one(entry, group)))
+                continue
+            judging = asyncio.create_task(
+                self._judge_one(entry, group), name=f"judge {entry.group_index}"
             )
+            try:
+                done, _ = await asyncio.wait((judging,), timeout=SLOW_S)
+            except asyncio.CancelledError:
+                judging.cancel()
+                raise
+            if done:
+                judged.append(_Judged(entry, *judging.result()))
+            else:
+                self._slow.add(asyncio.create_task(self._judge_slowly(entry, judging)))
+        await self._tell(judged)
+
+    async def _judge_slowly(
+        self, entry: StreamEntry, judging: asyncio.Task[tuple[str, Verdict]]
+    ) -> None:
+        await self._tell([_Judged(entry, *await judging)])
+
+    async def _settle(self, allowed: int) -> None:
+        """Wait until at most `allowed` slow judgements are left; raise what broke one."""
+        while self._slow:
+            done = {task for task in self._slow if task.done()}
+            self._slow -= done
+            for task in done:
+                task.result()
+            if len(self._slow) <= allowed:
+                return
+            await asyncio.wait(self._slow, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _tell(self, judged: Sequence[_Judged]) -> None:
+        """Send verdicts, in one round trip."""
+        if not judged:
+            return
+        verdicts: list[ScriptCall[str]] = [
+            calls.verdict(
+                one.entry.group_index,
+                one.entry.message_id,
+                drop=one.verdict.drop,
+                detail=one.verdict.detail,
+            )
+            for one in judged
+        ]
         answers = await self._link.answered(lambda: self._queue.call_many(verdicts))
-        for (env_name, verdict), answer in zip(judged, answers, strict=True):
+        for one, answer in zip(judged, answers, strict=True):
+            self._in_hand.discard(one.entry.message_id)
             if answer != "noop":
-                self._metrics.group_judged(env_name, verdict.drop)
+                self._metrics.group_judged(one.env, one.verdict.drop)
         await self._stop_if_asked(judged)
 
     async def _judge_one(self, entry: StreamEntry, stored: StoredGroup) -> tuple[str, Verdict]:
         if not stored.n or not stored.headers:
             return "", KEEP  # it is gone: the verdict deletes the entry and changes nothing
         if entry.deliveries > TRIES:
-            return "", self._filter_error(entry, "its judgement never ended: tried three times")
+            return "", self._filter_error(
+                entry,
+                f"its judgement never ended: {TRIES} aggregators had it and died or stood still",
+            )
         error = ""
         env_name = ""
         for _ in range(TRIES):
@@ -138,6 +251,9 @@ class Aggregator:
                 verdict = await judge(view, env, stored.why, fill)
                 self._note_waits(entry, view)
                 return env_name, verdict
+            except FilterHung as raised:
+                error = str(raised)
+                break
             except (FilterError, WireError, RolloutFault, LookupError) as raised:
                 error = str(raised)
         return env_name, self._filter_error(entry, error)
@@ -175,10 +291,10 @@ class Aggregator:
         log.error("filter_error", group_index=entry.group_index, error=error)
         return Verdict(DropReason.FILTER_ERROR, error)
 
-    async def _stop_if_asked(self, judged: Sequence[tuple[str, Verdict]]) -> None:
+    async def _stop_if_asked(self, judged: Sequence[_Judged]) -> None:
         if not self._limits.stop_on_filter_error:
             return
-        broken = [v.detail for _, v in judged if v.drop is DropReason.FILTER_ERROR]
+        broken = [j.verdict.detail for j in judged if j.verdict.drop is DropReason.FILTER_ERROR]
         if broken:
             failed = calls.fail_run(f"filter_error: {broken[0]}")
             await self._link.answered(lambda: self._queue.call(failed))

@@ -17,11 +17,10 @@ from rollstream.group import Drop, EnvRule, GroupView, Keep, judge_member
 from rollstream.queue.reads import StoredGroup
 from rollstream.wire import decode_header
 
-from ..bounded import run_bounded
+from ..bounded import Overdue, run_bounded
 from ..functions import describe
 from .loader import LoadedFilter
 
-FILTER_TIMEOUT_S = 10.0
 _SHORT_OF = {
     DropReason.DEADLINE.value: DropReason.DEADLINE,
     DropReason.TOO_LARGE.value: DropReason.TOO_LARGE,
@@ -41,6 +40,13 @@ class EnvJudge:
     filters: Sequence[LoadedFilter] = ()
     min_samples: int | None = None
     """Usable members that a group needs; None is all n."""
+    filter_timeout_s: float = 10.0
+    """How long one filter of the user's may take over one group."""
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether a filter is the user's: it may be slow, hang, or take the process with it."""
+        return not all(one.built_in for one in self.filters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,11 @@ class Verdict:
 
 
 class FilterError(Exception):
-    """A filter raised, hung, or answered something that is neither Keep nor Drop."""
+    """A filter raised, or answered something that is neither Keep nor Drop."""
+
+
+class FilterHung(FilterError):
+    """A filter did not answer in time. It is not asked again: that would cost as much again."""
 
 
 KEEP = Verdict()
@@ -96,7 +106,7 @@ async def judge(
     for one in env.filters:
         if not one.judges_aborted:
             rest.append(one)
-        elif (verdict := await _ask(one, view)).drop is not None:
+        elif (verdict := await _ask(one, view, env.filter_timeout_s)).drop is not None:
             return verdict
     usable, needed = len(view.usable), min(env.min_samples or view.n, view.n)
     if usable < needed:
@@ -106,18 +116,20 @@ async def judge(
         if one.needs == "bodies" and not fetched:
             await bodies()
             fetched = True
-        verdict = await _ask(one, view)
+        verdict = await _ask(one, view, env.filter_timeout_s)
         if verdict.drop is not None:
             return verdict
     return KEEP
 
 
-async def _ask(one: LoadedFilter, view: GroupView) -> Verdict:
+async def _ask(one: LoadedFilter, view: GroupView, timeout_s: float) -> Verdict:
     try:
         if one.built_in:
             answer = one.function(view)
         else:
-            answer = await run_bounded(one.function, view, timeout_s=FILTER_TIMEOUT_S)
+            answer = await run_bounded(one.function, view, timeout_s=timeout_s)
+    except Overdue:
+        raise FilterHung(f"filter {one.name}: no answer within {timeout_s:g} s") from None
     except Exception as error:
         raise FilterError(f"filter {one.name}: {describe(error)}") from error
     if isinstance(answer, Keep):

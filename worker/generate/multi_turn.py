@@ -7,7 +7,6 @@ tokens of call k plus the ids of the observations, which are added whole or not 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 
 from rollstream.errors import StopReason
 
+from ..bounded import in_thread
 from ..offload import extend
 from ..telemetry.spans import timed
 from ..tito.tokenizer import LONG_IDS
@@ -89,7 +89,7 @@ class _MultiTurn:
         trajectory, parse = self.rollout.trajectory, self.given.renderer.parse
         ids, window = trajectory.last_completion(), trajectory.window()
         if len(ids) > LONG_IDS:
-            message = await asyncio.to_thread(parse, ids, window)
+            message = await in_thread(parse, ids, window)
         else:
             message = parse(ids, window)
         self.abnormal_ends += message.abnormal_end

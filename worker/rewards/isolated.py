@@ -22,6 +22,7 @@ from redis.retry import Retry as RedisRetry
 
 from rollstream.errors import RewardFault
 
+from ..bounded import in_thread
 from .judges import MAX_ANSWER_CHARS, MAX_JUDGEMENT_BYTES, QUEUE, inbox_key
 
 BLOCK_S = 0.5
@@ -88,7 +89,7 @@ class Isolated:
         self._wanted.set()
         try:
             # Bounded by the socket's own timeouts.
-            await asyncio.to_thread(self._enqueue, name, token, answer, label)
+            await in_thread(self._enqueue, name, token, answer, label)
             async with asyncio.timeout(2 * self._timeout_s):
                 answered = await future
         except TimeoutError:
@@ -171,7 +172,7 @@ class Isolated:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         await self._reader.aclose()
-        await asyncio.to_thread(self._jobs.close)
+        await in_thread(self._jobs.close)
 
 
 def _reward_of(name: str, answered: dict[str, Any]) -> float:

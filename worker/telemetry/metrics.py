@@ -132,6 +132,13 @@ class Metrics:
             "rollout_gc_longest_pause_seconds", "Longest garbage collection of the last second",
             registry=registry,
         )  # fmt: skip
+        self.user_threads = prom.Gauge(
+            "rollout_user_threads", "Threads that run a user's function", registry=registry
+        )
+        self.user_threads_hung = prom.Gauge(
+            "rollout_user_threads_hung", "Those of them that nobody waits for any more",
+            registry=registry,
+        )  # fmt: skip
         self._bind_children()
 
     def _bind_children(self) -> None:

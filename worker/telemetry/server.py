@@ -7,13 +7,13 @@ Invariant: `/healthz` speaks of this process alone (alive, loop lag), `/readyz` 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from ..bounded import in_thread
 from .metrics import Metrics
 
 PORTS_TRIED = 64
@@ -54,7 +54,7 @@ class TelemetryServer:
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         # A scrape walks every series in Python: off the loop, where rollouts are waiting.
-        body = await asyncio.to_thread(self._metrics.render)
+        body = await in_thread(self._metrics.render)
         return web.Response(body=body, headers={"Content-Type": _CONTENT_TYPE})
 
     async def _serve_health(self, request: web.Request) -> web.Response:
