@@ -43,7 +43,7 @@ def assemble(stored: StoredGroup, rules: Mapping[str, EnvRule]) -> tuple[Finishe
     waits: list[float] = []
     oldest: int | None = None
     for member, raw in enumerate(stored.headers):
-        header = decode_header(raw) if raw else None
+        header = None if raw is None else decode_header(raw)
         view = judge_member(
             member,
             header,

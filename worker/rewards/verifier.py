@@ -27,6 +27,7 @@ from typing import Any
 import redis
 import structlog
 from rq import Queue, Worker
+from rq.exceptions import DeserializationError
 from rq.job import Job
 
 from rollstream import logs
@@ -168,7 +169,10 @@ class Verifier(Worker):  # type: ignore[misc]  # rq has no types
 
 
 def _arguments_of(job: Any) -> dict[str, Any]:
-    given = job.kwargs
+    try:
+        given = job.kwargs
+    except DeserializationError:
+        return {}  # the forked process fails the job for it; this one goes on watching
     return given if isinstance(given, dict) else {}
 
 
