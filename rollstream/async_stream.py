@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from rollstream.batch import Batch
 from rollstream.control import PauseMode
@@ -48,7 +48,7 @@ class AsyncGroupStream:
         url: str,
         *,
         run: str,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | Literal["fresh"] | None = None,
         connect_timeout_s: float = 30.0,
         ca: str | None = None,
         text: bool = False,

@@ -13,6 +13,8 @@ from typing import Any
 from rollstream.errors import RunMismatch
 from rollstream.frontier import TerminalIds
 
+FRESH = "fresh"
+"""The state of a trainer that has learned nothing yet: every prompt is to come."""
 STATE_VERSION = 1
 MAX_VERSION = 1 << 53
 """Weight versions beyond this are not exact in Redis's scripts."""
@@ -38,15 +40,16 @@ class Checkpoint:
         }
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Checkpoint:
+    def from_plain(cls, data: Mapping[str, Any] | str) -> Checkpoint:
         """Read what `to_plain` returned.
 
         Raises:
-            ValueError: not such data, or of a newer version.
+            ValueError: not such data (a text is none), or of a newer version.
         """
         if not isinstance(data, Mapping) or type(data.get("version")) is not int:
             raise ValueError(
-                "state is not what GroupStream.state_dict() returned (it has no 'version')"
+                "state is neither what GroupStream.state_dict() returned (it has no 'version') "
+                f"nor {FRESH!r}"
             )
         if data["version"] < 1:
             raise ValueError(f"state has version {data['version']}, which never was")

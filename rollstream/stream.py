@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rollstream import control
 from rollstream.batch import Batch
-from rollstream.checkpoint import MAX_VERSION, Checkpoint
+from rollstream.checkpoint import FRESH, MAX_VERSION, Checkpoint
 from rollstream.errors import RunMismatch, StreamError
+from rollstream.frontier import TerminalIds
 from rollstream.hold import Hold
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
@@ -74,7 +75,7 @@ class GroupStream:
         url: str,
         *,
         run: str,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | Literal["fresh"] | None = None,
         connect_timeout_s: float = 30.0,
         ca: str | None = None,
         text: bool = False,
@@ -88,7 +89,9 @@ class GroupStream:
             url: `redis://`, `rediss://` or `unix://`.
             run: its name; a producer opens it, this waits until one has.
             state: what `state_dict()` returned: the run is rewound to it, so what was acked later
-                comes again, and what it counts as ended does not.
+                comes again, and what it counts as ended does not. `"fresh"` is the state of a
+                model that has learned nothing: every prompt comes. None goes on where the run
+                stands, which skips what a trainer that died without a checkpoint has acked.
             connect_timeout_s: how long Redis may stay away and the run may not exist, now and
                 later; also how long a run that vanished may take to be opened again.
             ca: file of the CA that signed the server's certificate, for `rediss://`.
@@ -103,7 +106,7 @@ class GroupStream:
         """
         if problem := redis_url_problem(url):
             raise ValueError(f"url: expected {problem}")
-        checkpoint = None if state is None else Checkpoint.from_plain(state)
+        checkpoint = None if state is None or state == FRESH else Checkpoint.from_plain(state)
         queue = BlockingQueue.connect(
             url, run, ca=ca, connect_timeout_s=max(0.1, min(5.0, connect_timeout_s))
         )
@@ -117,8 +120,9 @@ class GroupStream:
             if checkpoint is not None:
                 checkpoint.check_belongs_to(run, info.fingerprint)
             hold = Hold(queue, info, url=url, reopen_s=connect_timeout_s, text=text)
-            terminal = None if checkpoint is None else checkpoint.terminal
-            version = None if checkpoint is None else checkpoint.weight_version
+            terminal, version = TerminalIds() if state == FRESH else None, None
+            if checkpoint is not None:
+                terminal, version = checkpoint.terminal, checkpoint.weight_version
             hold.patiently(lambda: hold.lineage.claim(terminal, version), connect_timeout_s)
         except BaseException:
             queue.close()
