@@ -42,7 +42,7 @@ class RunView:
 
     state: str = "unknown"
     version: int = 0
-    control_seq: int = 0
+    control_seq: int = -1
     lease_s: float = 15.0
     max_body_bytes: int = 16 << 20
     reopened: bool = False

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -94,6 +95,7 @@ class Watchdog:
         self._turn()
         if _has_cpu_timer():
             faulthandler.register(signal.SIGPROF, file=self._out(), all_threads=True, chain=True)
+            self._wind_up()
         # A daemon: the process must not wait for it.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -119,8 +121,7 @@ class Watchdog:
         turns, stood_s, said = self._turns, 0.0, False
         before = time.monotonic()
         while not self._stopped.wait(self._tick_s):
-            limit_s = max(self._limit_s, self._lease_s())
-            self._wind_up(limit_s)
+            self._wind_up()
             now = time.monotonic()
             # A longer tick is one in which this thread could not run either.
             stood_s += min(now - before, 2 * self._tick_s)
@@ -130,25 +131,26 @@ class Watchdog:
                 continue
             if stood_s >= self._lease_s() and not said:
                 said = True
-                self._say("event_loop_blocked", stood_s)
-            if stood_s >= limit_s and not self._is_debugged():
+                _speak(functools.partial(self._say, "event_loop_blocked", stood_s))
+            if stood_s >= self._stall_s() and not self._is_debugged():
                 self._finish(stood_s)
                 return
 
-    def _wind_up(self, limit_s: float) -> None:
+    def _stall_s(self) -> float:
+        return max(self._limit_s, self._lease_s())
+
+    def _wind_up(self) -> None:
         if _has_cpu_timer():
-            signal.setitimer(signal.ITIMER_PROF, limit_s)
+            signal.setitimer(signal.ITIMER_PROF, self._stall_s())
 
     def _finish(self, stood_s: float) -> None:
-        """Say where it stands and end the process, whatever standard error does."""
+        """Say where it stands, and end the process."""
 
         def last_words() -> None:
             self._say("event_loop_stalled", stood_s, exit_code=EXIT_STALLED)
             faulthandler.dump_traceback(self._out(), all_threads=True)
 
-        speaker = threading.Thread(target=last_words, name="last-words", daemon=True)
-        speaker.start()
-        speaker.join(SAY_S)
+        _speak(last_words)
         self._end(EXIT_STALLED)
 
     def _say(self, event: str, stood_s: float, **more: object) -> None:
@@ -186,6 +188,13 @@ class Watchdog:
 
     def _out(self) -> IO[str]:
         return self._stacks or sys.stderr
+
+
+def _speak(words: Callable[[], None]) -> None:
+    """Say something, whatever standard error does."""
+    speaker = threading.Thread(target=words, name="watchdog-speaks", daemon=True)
+    speaker.start()
+    speaker.join(SAY_S)
 
 
 def _has_cpu_timer() -> bool:

@@ -15,12 +15,10 @@ import math
 from typing import Any
 
 import redis
-import redis.asyncio
 import structlog
-from redis.backoff import NoBackoff
-from redis.retry import Retry as RedisRetry
 
 from rollstream.errors import RewardFault
+from rollstream.queue.connection import Reach
 
 from ..bounded import in_thread
 from .judges import MAX_ANSWER_CHARS, MAX_JUDGEMENT_BYTES, QUEUE, inbox_key
@@ -54,16 +52,9 @@ class Isolated:
         self._inbox = f"{incarnation}.{next(_counter)}"
         self._key = inbox_key(run, self._inbox)
         self._run, self._timeout_s = run, timeout_s
-        options: dict[str, Any] = {"ssl_ca_certs": ca} if ca else {}
-        self._reader = redis.asyncio.Redis.from_url(
-            redis_url, socket_connect_timeout=_SOCKET_TIMEOUT_S, **options
-        )
-        self._jobs = redis.Redis.from_url(
-            rq_url or redis_url,
-            socket_timeout=_SOCKET_TIMEOUT_S,
-            socket_connect_timeout=_SOCKET_TIMEOUT_S,
-            retry=RedisRetry(NoBackoff(), 1),
-            **options,
+        self._reader = Reach(redis_url, self._key, ca=ca).asyncio_client()
+        self._jobs = Reach(rq_url or redis_url, "", ca=ca).blocking_client(
+            socket_timeout=_SOCKET_TIMEOUT_S
         )
         self._queue: Any = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}

@@ -32,6 +32,7 @@ from rq.job import Job
 
 from rollstream import logs
 from rollstream.config import Loaded, run_app
+from rollstream.queue.connection import Reach
 
 from .judges import JUDGES, QUEUE, failure, inbox_key, judge, warm
 
@@ -53,13 +54,8 @@ class Inboxes:
     def push(self, run: str, inbox: str, message: bytes) -> None:
         """Append one message, and let the list expire where nobody reads it."""
         key = inbox_key(run, inbox)
-        options: dict[str, Any] = {"ssl_ca_certs": self._ca} if self._ca else {}
-        with redis.Redis.from_url(
-            self._url,
-            socket_timeout=_SOCKET_TIMEOUT_S,
-            socket_connect_timeout=_SOCKET_TIMEOUT_S,
-            **options,
-        ) as client:
+        reach = Reach(self._url, key, ca=self._ca)
+        with reach.blocking_client(socket_timeout=_SOCKET_TIMEOUT_S) as client:
             pipeline = client.pipeline(transaction=False)
             pipeline.rpush(key, message)
             pipeline.expire(key, INBOX_TTL_S)
@@ -230,8 +226,8 @@ def _end(*_: Any) -> None:
 
 
 def _connect(url: str, ca: str | None) -> redis.Redis:
-    options: dict[str, Any] = {"ssl_ca_certs": ca} if ca else {}
-    return redis.Redis.from_url(url, socket_connect_timeout=_SOCKET_TIMEOUT_S, **options)
+    # No bound on a reply: RQ blocks for as long as it wants to.
+    return Reach(url, "", ca=ca).blocking_client(socket_timeout=None)
 
 
 def _worker(connection: redis.Redis) -> Verifier:
