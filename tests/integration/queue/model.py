@@ -1,27 +1,38 @@
-"""What the random walk knows of its run, and what must hold after every step.
+"""What the random walk knows of its run: its processes, its two histories, and every call judged.
 
-Owns the records of the model and every check against the server. Never acts on the run: `walk.py`
-does. Invariants: those of the queue (docs/queue.md).
+Owns the records of the model, the bench with its clock, and the one way to call a script (`call`):
+answer and effects are judged, and often the same call comes again, as after a lost reply. Never
+decides what happens: the acts do. Invariant: what the trainer counts (`lineage`) and what the
+server counts (`theirs`) differ only from a rollback until the trainer noticed it.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import redis
 
+from rollstream.frontier import TerminalIds
+from rollstream.lineage import Lineage as Claim
 from rollstream.queue import calls
+from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.calls import Lease, ScriptCall
 from rollstream.queue.reads import StreamEntry
 from rollstream.queue.scripts import Script
-from tests.queue_bench import Bench, clocked_scripts, unpack_ids
+from tests.integration.queue.effects import check_effects
+from tests.integration.queue.invariants import Known, Lineage, check_all
+from tests.integration.queue.oracle import Scene, check_answer, sweep_bounds
+from tests.integration.queue.sight import Sight, look
+from tests.queue_bench import Bench, clocked_scripts
 
 T = TypeVar("T")
-LEASE_MS, CAPACITY = 1000, 5
+LEASE_MS, CAPACITY, MAX_BODY = 1000, 5, 64
+REPEATED = 0.3
+"""Share of calls whose reply is lost, so that they come again."""
 SMALL_REBASE = ("*", "local REBASE_AFTER = 65536", "local REBASE_AFTER = 16")
 
 
@@ -35,25 +46,20 @@ class Worker:
 
 
 @dataclass
-class Lineage:
-    """What ended how, as one line of checkpoints sees it."""
+class Aggregator:
+    """An aggregator with the entries it took and has not judged."""
 
-    trained: set[int] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)
-    skipped: set[int] = field(default_factory=set)
-
-    def copy(self) -> Lineage:
-        return Lineage(set(self.trained), set(self.dropped), set(self.skipped))
-
-    def ended(self) -> set[int]:
-        return self.trained | self.dropped | self.skipped
+    name: str
+    in_hand: list[StreamEntry] = field(default_factory=list)
 
 
 @dataclass
 class Checkpoint:
+    """What a trainer saved, and what the model knows of that moment."""
+
     lineage: Lineage
-    frontier: int
-    above: set[int]
+    terminal: TerminalIds
+    version: int
 
 
 @dataclass
@@ -62,56 +68,94 @@ class Snapshot:
 
     keys: dict[bytes, bytes]
     accepted: set[str]
-    lineage: Lineage
+    theirs: Lineage
     past_id: str
+    vanished: set[str]
+
+
+class WalkBench(Bench):
+    """A bench whose clock can be moved while the server's memory is full, too."""
+
+    def set_clock(self, now_ms: int) -> None:
+        self.now_ms = now_ms
+        script = "redis.call('ZREM', KEYS[2], ''); return redis.call('SET', KEYS[1], ARGV[1])"
+        self.client.eval(script, 2, f"now:{self.key}", f"{self.key}d", now_ms)
+
+
+class Trainer(Claim):
+    """The package's own claim of a trainer, whose calls the model judges as all others."""
+
+    def __init__(self, queue: BlockingQueue, model: WalkState) -> None:
+        super().__init__(queue)
+        self._model = model
+        self.held: set[int] = set()
+
+    @property
+    def rewind_id(self) -> str:
+        return self._rewind_id
+
+    def _read_server_id(self) -> str:
+        return self._model.server_id
+
+
+class JudgedQueue(BlockingQueue):
+    """A queue whose script calls go through the model."""
+
+    model: WalkState
+
+    def call(self, call: ScriptCall[T]) -> T:
+        return self.model.call(call)
 
 
 class WalkState:
     """What the model knows of a run, and what must hold of both."""
 
     def __init__(
-        self, client: redis.Redis, seed: int, scripts: Mapping[str, Script] | None = None
-    ) -> None:
-        self.rng = random.Random(seed)
+        self, client: redis.Redis, seed: int, scripts: Mapping[str, Script] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:  # fmt: skip
+        self.rng = random.Random(seed) if rng is None else rng
         self.num_ids = self.rng.choice([14, 40, 80])
         self.timeout_ms = self.rng.choice([0, 2000, 5000])
-        self.window = self.rng.choice([8, 16])
-        self.max_stale = self.rng.choice([-1, 1, 2])
-        self.bench = Bench(
-            client, f"walk-{seed}", clocked_scripts(SMALL_REBASE) if scripts is None else scripts,
-            lease_ms=LEASE_MS, cap=CAPACITY, W=self.window, max_attempts=2, max_crashes=4,
-            max_stale=self.max_stale, max_body=64,
+        scripts = clocked_scripts(SMALL_REBASE) if scripts is None else scripts
+        self.bench = WalkBench(
+            client, f"walk-{seed}", scripts, lease_ms=LEASE_MS, cap=CAPACITY,
+            W=self.rng.choice([8, 16]), max_attempts=2, max_crashes=4, max_requeues=2,
+            max_stale=self.rng.choice([-1, 1, 2]), max_body=MAX_BODY,
         )  # fmt: skip
         self.client, self.key = client, self.bench.key
+        self.judged = JudgedQueue(client, client, self.bench.queue.run, scripts)
+        self.judged.model = self
         self.log: list[str] = []
         self.stats: Counter[str] = Counter()
-        self.num_names = 0
+        self._num_names = 0
         self.workers = [self.new_worker() for _ in range(3)]
+        self.frozen: list[Worker] = []
         self.past_leases: list[Lease] = []
         self.minted: dict[str, str] = {}
         self.accepted: set[str] = set()
         self.scan, self.epoch = 0, 1
-        self.in_hand: list[StreamEntry] = []
+        self.aggregators = [Aggregator(self.name("a")) for _ in range(2)]
         self.seen_entries: list[StreamEntry] = []
-        self.version = 0
-        self.consumer, self.number, self.rewind_id = "", 0, ""
-        self.old_consumers: list[str] = []
-        self.held: set[int] = set()
-        self.lineage = Lineage()
-        self.known_ended: set[int] = set()
-        self.past_id = "0"
-        self.frontier, self.terminal = 0, set[int]()
+        self.lineage = self.theirs = Lineage()
+        self.past_id = "-"
+        self.vanished: set[str] = set()
+        self.memory_full = False
+        self.server_id = self.name("server")
         self.may_go_back = True
         self.checkpoints: list[Checkpoint] = []
         self.snapshots: list[Snapshot] = []
+        self.sight: Sight = self.look()
+        self.trainer = Trainer(self.judged, self)
+        self.old_trainers: list[Trainer] = []
 
     # --- small things --------------------------------------------------------------------------
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
 
     def name(self, kind: str) -> str:
-        self.num_names += 1
-        return f"{kind}{self.num_names}"
+        self._num_names += 1
+        return f"{kind}{self._num_names}"
 
     def new_worker(self) -> Worker:
         return Worker(self.name("w"))
@@ -119,85 +163,87 @@ class WalkState:
     def a_worker(self) -> Worker:
         return self.rng.choice(self.workers)
 
-    def call(self, call: ScriptCall[T], repeat: Callable[[T, T], bool] | None = None) -> T:
-        """Run a script and, sometimes, run it again as after a lost reply."""
-        answer = self.bench.call(call)
-        if repeat is not None and self.chance(0.4):
-            before = self.bench.dump() if self.chance(0.2) else None
-            again = self.bench.call(call)
-            assert repeat(answer, again), (call.script, call.args[:3], answer, again)
-            if before is not None:
-                assert without_fenced(self.bench.dump()) == without_fenced(before), call.script
+    def pass_ms(self, ms: int) -> None:
+        self.bench.set_clock(self.bench.now_ms + ms)
+
+    @property
+    def settled(self) -> bool:
+        """Whether trainer and server count the same."""
+        return self.lineage is self.theirs
+
+    # --- calls ---------------------------------------------------------------------------------
+    def look(self) -> Sight:
+        """Look at the run again, and learn what was dropped since."""
+        self.sight = look(self.client, self.key, self.past_id)
+        for message_id, row in self.sight.drops:
+            self.past_id = message_id
+            gid, reason = row["g"].decode(), row["reason"].decode()
+            self.stats[f"dropped {reason}"] += 1
+            if gid.isdecimal() and int(gid) in self.sight.terminal and reason != "seen":
+                self.theirs.dropped.add(int(gid))
+        return self.sight
+
+    def call(self, call: ScriptCall[T]) -> T:
+        """Run a script, judge it, and sometimes run it again as after a lost reply."""
+        answer = self._call_once(call)
+        if self.chance(REPEATED):
             self.stats["repeated"] += 1
+            self.repeat(call)
         return answer
 
-    def read_state(self) -> tuple[int, set[int], int]:
-        state = self.bench.call(calls.state())
-        return state.frontier, unpack_ids(state.frontier, state.bitmap), state.epoch
+    def repeat(self, call: ScriptCall[Any]) -> None:
+        """Run a call again that was answered just now: it must write nothing."""
+        before = self.sight
+        self._call_once(call)
+        if call.script != "sweep":
+            assert self.sight.content() == before.content(), (
+                f"invariant 10: a repeated {call.script} wrote "
+                f"{difference(before.content(), self.sight.content())}"
+            )
 
-    def terminal_ids(self) -> set[int]:
-        frontier, above, _ = self.read_state()
-        return set(range(frontier)) | above
+    def _call_once(self, call: ScriptCall[T]) -> T:
+        scene = Scene(self.sight, self.bench.now_ms, self.memory_full)
+        answer = self.bench.call(call)
+        self.judge(call, answer, scene, self.look())
+        return answer
+
+    def judge(self, call: ScriptCall[Any], answer: Any, scene: Scene, after: Sight) -> None:
+        """Compare a call with what the model says of it."""
+        check_answer(call, answer, scene)
+        if call.script == "sweep" and scene.before.exists:
+            sweep_bounds(answer, scene, int(call.args[0]))
+        check_effects(call, answer, scene, after)
+        if call.script == "complete":
+            for j, landed in enumerate(answer):
+                gid, member, token = map(str, call.args[6 * j : 6 * j + 3])
+                if landed.outcome == "ok":
+                    lease_id = f"{gid}:{member}:{token}"
+                    assert lease_id not in self.accepted, f"invariant 9: {lease_id} landed twice"
+                    self.accepted.add(lease_id)
 
     # --- what holds after every step -----------------------------------------------------------
-    def check(self) -> None:
-        self.bench.audit()
-        for message_id, row in self.client.xrange(f"{self.key}past", min=f"({self.past_id}"):
-            self.past_id = message_id.decode()
-            if row[b"reason"] != b"seen":
-                self.lineage.dropped.add(int(row[b"g"]))
-        frontier, above, epoch = self.read_state()
-        terminal = set(range(frontier)) | above
-        live = {int(gid) for gid in self.client.smembers(f"{self.key}gs")}
-        self.lineage.dropped &= terminal  # withdrawn beyond the window comes again
-        if epoch != self.epoch:
-            self.epoch, self.scan = epoch, 0
-        if not self.may_go_back:
-            assert frontier >= self.frontier, "the frontier went back"
-            assert terminal >= self.terminal, "a terminal id came free"
-        self.frontier, self.terminal, self.may_go_back = frontier, terminal, False
-        assert frontier not in above
-        assert terminal <= self.lineage.ended(), terminal - self.lineage.ended()
-        assert self.lineage.trained <= terminal, self.lineage.trained - terminal
-        assert len(live) <= CAPACITY
-        assert all(gid < frontier + self.window for gid in live), "a live group beyond the window"
-        for key in self.client.keys(f"{self.key}[gb]:*"):
-            assert int(key.rsplit(b":", 1)[1]) in live, key
-        for gid in self.client.zrange(f"{self.key}dl", 0, -1):
-            assert self.bench.state(int(gid)) == "open"
-        self.check_leases()
-
-    def check_leases(self) -> None:
-        suspects: dict[str, list[int]] = {}
-        for lease_id, crashes in self.leased_crashes().items():
-            token = lease_id.split(":")[2]
-            assert self.minted.get(token, lease_id) == lease_id
-            if crashes >= 2:
-                suspects.setdefault(token.split("-")[0], []).append(crashes)
-        for worker, crashes_of in suspects.items():
-            assert len(crashes_of) <= 8, (worker, crashes_of)
-            assert max(crashes_of) < 3 or len(crashes_of) == 1, (worker, crashes_of)
-
-    def leased_crashes(self) -> dict[str, int]:
-        """Return the crashes of every leased member by lease id."""
-        found = {}
-        for raw in self.client.zrange(f"{self.key}l", 0, -1):
-            gid, member, _ = raw.decode().split(":")
-            found[raw.decode()] = int(self.client.hget(f"{self.key}g:{gid}", f"x{member}") or 0)
-        return found
-
-    def check_nothing_due(self, *, grace: bool) -> None:
-        """After a sweep that left nothing over."""
-        clock = int(self.bench.m("clock"))
-        due = {"d": clock, "age": self.version - self.max_stale - 1, "l": clock}
-        if self.max_stale < 0:
-            del due["age"]
-        if grace:
-            del due["l"]
-        for name, limit in due.items():
-            assert self.client.zcount(self.key + name, "-inf", limit) == 0, name
+    def check(self, before: Sight) -> None:
+        """Check every invariant; `before` is the look when the step began."""
+        now = self.sight
+        audit = self.bench.call(calls.audit(deep=True))
+        state = calls.state()
+        check_answer(state, self.bench.call(state), Scene(now, self.bench.now_ms))
+        ended = self.vanished - now.dangling
+        self.stats["dangling ended"] += len(ended)
+        self.vanished -= ended
+        known = Known(self.theirs, self.minted, self.may_go_back, self.vanished)
+        check_all(before, now, known, audit)
+        if now.exists and int(now.m["epoch"]) != self.epoch:
+            self.epoch, self.scan = int(now.m["epoch"]), 0
+        self.may_go_back = False
 
 
-def without_fenced(dump: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the one counter that counts repeats."""
-    return {**dump, "c": {k: v for k, v in dump.get("c", {}).items() if k != b"fenced"}}
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what differs, for a message that people can read."""
+    found = {}
+    for name in before:
+        old, new = before[name], after[name]
+        if old != new:
+            both = isinstance(old, dict) and isinstance(new, dict)
+            found[name] = difference(old, {**dict.fromkeys(old), **new}) if both else (old, new)
+    return found

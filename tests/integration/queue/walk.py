@@ -1,37 +1,144 @@
 """Weighted random walks over everything that can happen to a run, checked after every step.
 
-Owns how likely each act is, and the notes of a walk that broke. Longer walks than the test's:
+Owns how likely each act is, how a walk ends, and the notes of a walk that broke. Longer walks than
+the test's, on a server of their own:
 
-    python -m tests.integration.queue.walk SEED WALKS STEPS
+    python -m tests.integration.queue.walk SEED WALKS STEPS [--seconds S] [--without ACT…] [--json]
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
+import math
 import sys
+import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 
 import redis
 
-from rollstream.queue.scripts import Script
-from tests.integration.queue.acts import Walk
+from rollstream.queue import calls
+from rollstream.queue.scripts import Script, load_scripts
+from tests.integration.queue.acts.aggregators import AggregatorActs
+from tests.integration.queue.acts.operator import OperatorActs
+from tests.integration.queue.acts.producer import ProducerActs
+from tests.integration.queue.acts.trainer import TrainerActs
+from tests.integration.queue.effects import VANISHED
+from tests.integration.queue.invariants import LEFT_AFTER_THE_END, check_drained
 from tests.integration.queue.model import SMALL_REBASE
 
-__all__ = ["SMALL_REBASE", "take_walk"]
+__all__ = ["ACTIONS", "SMALL_REBASE", "Walk", "take_walk"]
 
+DRAIN_ROUNDS = 400
+MAX_BROKEN = 3
 ACTIONS: dict[str, float] = {
-    "enqueue": 10, "producer_restarts": 2, "skip": 1, "withdraw": 1,
+    "enqueue": 10, "enqueue_evaluation": 1, "producer_restarts": 2, "skip": 1, "presence": 1,
+    "end_of_data": 1,
     "lease": 16, "lease_again": 3, "lease_old": 2, "beat": 12, "complete": 14, "zombie": 6,
-    "fail": 6, "worker_dies": 2, "everybody_dies": 0.8, "pass_time": 16, "outage": 1, "sweep": 5,
-    "read_full": 10, "claim_full": 2, "verdict": 12,
+    "fail": 5, "park": 3, "worker_dies": 2, "worker_freezes": 1.5, "worker_thaws": 1.5,
+    "everybody_dies": 0.8,
+    "pass_time": 16, "outage": 1, "sweep": 5, "long_pause": 0.3,
+    "read_full": 10, "claim_full": 3, "verdict": 13, "aggregator_dies": 1,
     "read_ready": 14, "ack": 8, "old_trainer_calls": 1, "retire": 1, "checkpoint": 4,
-    "trainer_restarts": 0.7, "control": 3, "snapshot": 2, "server_rolls_back": 0.7,
+    "trainer_restarts": 0.7, "new_version": 1,
+    "withdraw": 1, "requeue": 1.5, "control": 3, "set_budget": 0.7, "group_vanishes": 0.4,
+    "snapshot": 2, "server_rolls_back": 0.7, "server_is_emptied": 0.25, "settle": 1,
+    "memory_fills": 0.5, "memory_comes_back": 1,
 }  # fmt: skip
 """What may happen next, by weight."""
+if VANISHED not in load_scripts()["sweep"].source:
+    del ACTIONS["group_vanishes"]  # the queue does not end such groups yet
+
+
+class Walk(ProducerActs, AggregatorActs, TrainerActs, OperatorActs):
+    """One walk: `run(steps)` acts, checks, and ends."""
+
+    def begin(self) -> None:
+        """Connect the first trainer and save its first checkpoint."""
+        self.trainer.claim(None, None)
+        self.checkpoint()
+        self.check(self.sight)
+
+    def step(self, name: str) -> None:
+        """Do one act and check everything."""
+        self.log.append(name)
+        before = self.sight
+        getattr(self, name)()
+        self.check(before)
+
+    def run(self, steps: int, actions: Mapping[str, float]) -> None:
+        names, weights = list(actions), list(actions.values())
+        self.begin()
+        for _ in range(steps):
+            self.step(self.rng.choices(names, weights)[0])
+        self.end()
+
+    def end(self) -> None:
+        """Let the run end: mostly drained, sometimes aborted and done again by a new run."""
+        if self.chance(0.15):
+            self.step("abort")
+            assert self.sight.names <= LEFT_AFTER_THE_END, self.sight.names
+            self.step("server_is_emptied")
+        self.drain()
+
+    def drain(self) -> None:
+        """Invariant 16: one healthy process of each kind finishes the run."""
+        self.step("memory_comes_back")
+        self.workers = [self.new_worker()]
+        for name, value in self.bench.budgets.items():
+            self.call(calls.set_budget(name, int(value)))
+        for _ in range(DRAIN_ROUNDS):
+            if self.sight.frontier >= self.num_ids and not self.sight.live:
+                break
+            self.step("drain_round")
+        check_drained(self.sight, self.num_ids)
+        assert self.lineage.ended() == set(range(self.sight.frontier)) | self.sight.terminal
+        self.stats["drained"] += 1
+
+    def drain_round(self) -> None:
+        """One round of a healthy worker, aggregator, producer and trainer."""
+        if self.sight.m["state"] == "paused":
+            self.call(calls.resume())
+        self.settle()
+        self.pass_ms(150)
+        self.sweep_all()
+        if int(self.sight.m["epoch"]) != self.epoch:
+            self.epoch, self.scan = int(self.sight.m["epoch"]), 0
+        while self.scan < self.num_ids and self.enqueue_one(2):
+            pass
+        worker = self.workers[0]
+        self.take(worker, self.lease_for(worker, 50))
+        self.beat_for(worker)
+        leases = list(worker.held.values())
+        worker.held.clear()
+        self.report(leases)
+        self.read_full()
+        self.claim_full()
+        for aggregator in self.aggregators:
+            while aggregator.in_hand:
+                self.judge_entry(aggregator.in_hand.pop(0), keep=True)
+        self.hold(self.bench.queue.read_ready(count=50, block_s=0))
+        self.look()
+        self.hold(self.bench.queue.pending_ready(count=50))
+        self.look()
+        if self.trainer.held:
+            self.train(sorted(self.trainer.held))
+
+    def clean(self) -> None:
+        """Leave nothing on the server, whatever happened."""
+        self.client.config_set("maxmemory", 0)
+        self.client.delete(f"now:{self.key}", *self.client.keys(f"{self.key}*"))
 
 
 def take_walk(
-    client: redis.Redis, seed: int, steps: int, scripts: Mapping[str, Script] | None = None
+    client: redis.Redis,
+    seed: int,
+    steps: int,
+    scripts: Mapping[str, Script] | None = None,
+    actions: Mapping[str, float] | None = None,
 ) -> Counter[str]:
     """Take one walk and return what happened.
 
@@ -40,25 +147,46 @@ def take_walk(
     """
     walk = Walk(client, seed, scripts)
     try:
-        walk.run(steps, ACTIONS)
+        walk.run(steps, ACTIONS if actions is None else actions)
     except Exception as error:
         error.add_note(f"seed {seed}, step {len(walk.log)}: {' '.join(walk.log[-8:])}")
         raise
+    finally:
+        walk.clean()
     return walk.stats
 
 
-def main() -> None:
+def main() -> int:
     """Take many walks on a server of their own and print what happened in them."""
     from examples.devserver import DevServer
 
-    seed, walks, steps = (int(argument) for argument in sys.argv[1:4])
-    stats: Counter[str] = Counter()
+    parser = argparse.ArgumentParser(prog="python -m tests.integration.queue.walk")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("walks", type=int)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no walk after that")
+    parser.add_argument("--without", nargs="*", default=[], choices=ACTIONS, metavar="ACT")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    logging.disable()
+    actions = {name: weight for name, weight in ACTIONS.items() if name not in given.without}
+    stats, broken, number = Counter[str](), 0, given.seed
+    limit = time.monotonic() + given.seconds
     with DevServer() as server, redis.Redis.from_url(server.url, protocol=2) as client:
-        for number in range(seed, seed + walks):
-            stats += take_walk(client, number, steps)
-    for name, count in sorted(stats.items()):
-        print(f"{name:24} {count}")  # noqa: T201 - the report of a long walk
+        while number < given.seed + given.walks and time.monotonic() < limit:
+            try:
+                stats += take_walk(client, number, given.steps, actions=actions)
+            except (AssertionError, redis.RedisError, LookupError) as error:
+                traceback.print_exception(error, limit=-4)
+                broken += 1
+                if broken == MAX_BROKEN:
+                    break
+            number += 1
+    report = {"walks": number - given.seed, "broken": broken, **dict(sorted(stats.items()))}
+    lines = [json.dumps(report)] if given.json else [f"{k:36} {v}" for k, v in report.items()]
+    print("\n".join(lines))  # noqa: T201 - the report of a long walk
+    return int(broken > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Everything that can happen to a run, one method an act; a module a role."""

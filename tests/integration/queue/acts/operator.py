@@ -1,0 +1,80 @@
+"""The operator's acts: withdraw, requeue, pause, budgets, abort; and hashes that vanish."""
+
+from __future__ import annotations
+
+from rollstream.queue import calls
+from tests.integration.queue.acts.server import ServerActs
+
+BUDGETS = {
+    "cap": [1, 3, 5, 8], "max_stale": [-1, 0, 1, 2], "max_attempts": [1, 2, 4],
+    "max_crashes": [1, 3, 4, 6], "max_requeues": [0, 1, 3], "max_body": [30, 64],
+    "W": [8, 16], "lease_ms": [600, 1000],
+}  # fmt: skip
+
+
+class OperatorActs(ServerActs):
+    """What people do to a run, and what they should not do."""
+
+    def _some_group(self) -> str:
+        held = [str(gid) for gid in self.trainer.held]
+        return self.rng.choice([str(self.rng.randrange(self.num_ids)), *sorted(self.sight.live),
+                                *held])  # fmt: skip
+
+    def withdraw(self) -> None:
+        self.stats[f"withdraw {self.call(calls.withdraw(self._some_group()))}"] += 1
+
+    def requeue(self) -> None:
+        """Under the life it has, or by somebody who saw an older one."""
+        gid = self._some_group()
+        group = self.sight.groups.get(gid)
+        life = 0 if group is None or self.chance(0.2) else int(group.life)
+        state = group.state if group else "gone"
+        answer = self.call(calls.requeue(gid, life, "again"))
+        self.stats[f"requeue {answer}"] += 1
+        if answer == "requeued":
+            self.stats[f"requeued {state}"] += 1
+
+    def control(self) -> None:
+        kind = self.rng.choice(["pause", "resume", "resume", "unknown"])
+        if kind == "unknown":
+            assert self.call(calls.set_budget("frontier", 7)).state == "unknown"
+        else:
+            self.call(calls.pause() if kind == "pause" else calls.resume())
+
+    def set_budget(self) -> None:
+        name = self.rng.choice(list(BUDGETS))
+        self.call(calls.set_budget(name, self.rng.choice(BUDGETS[name])))
+        self.stats["budget set"] += 1
+
+    def group_vanishes(self) -> None:
+        """Somebody evicts or deletes the record of a live group."""
+        if not self.sight.groups:
+            return
+        gid = self.rng.choice(sorted(self.sight.groups))
+        keys = [f"{self.key}g:{gid}"]
+        if self.chance(0.3):
+            keys.append(f"{self.key}b:{gid}")
+        self.client.delete(*keys)
+        self.vanished.add(gid)
+        self.look()
+        self.stats["dangling"] += 1
+
+    def abort(self) -> None:
+        """End the run in mid-flight, by way of `failed` or not."""
+        self.memory_comes_back()
+        if self.chance(0.3):
+            assert self.call(calls.fail_run("engines")) == "failed"
+            live = set(self.sight.groups)
+            self.sweep_all()
+            assert self.call(calls.enqueue(self.num_ids, 1, b"p")) == "failed"
+            assert not self.lease_for(self.a_worker(), 5).groups
+            assert (
+                live - set(self.sight.groups) <= live
+                if self.sight.budget("max_stale") >= 0
+                else live <= set(self.sight.groups)
+            )
+        assert self.call(calls.abort_run("enough")) == "aborting"
+        for _ in range(10):
+            self.sweep_all()
+        assert self.sight.m["state"] == "ended"
+        self.stats["runs aborted"] += 1
