@@ -1,14 +1,14 @@
 """How groups come from Redis into a trainer's hands, a few of them a round trip.
 
-Owns the place in the stream, the bound on bytes in one answer, and the filter against what
-the trainer holds or has ended. Never waits for anything but new entries, and never acks what was
+Owns the place in the stream, how much one round trip takes, and the filter against what the
+trainer holds or has ended. Never waits for anything but new entries, and never acks what was
 not ended before. Invariant: a group leaves here at most once in the life of this process.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from rollstream.errors import DropReason, WireError, WireTooNew
 from rollstream.group import INDEX_STRIDE, EnvRule, FinishedGroup
 from rollstream.lineage import Fenced, Lineage
 from rollstream.queue import calls
+from rollstream.queue.fetch import MAX_TRIP_BYTES, weight_of
 
 if TYPE_CHECKING:
     from rollstream.queue.blocking import BlockingQueue
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rollstream.stream")
 
-MAX_ANSWER_BYTES = 4 << 20
-"""About how much one round trip may bring: enough to hide its latency, and no stall of Redis."""
-FIRST_GROUPS = 4
-MAX_GROUPS = 64
+PAGE = 64
+"""Entries of one read: references, each a few dozen bytes."""
 
 
 def _index_of(entry: StreamEntry) -> int | None:
@@ -66,7 +65,6 @@ class Intake:
     ) -> None:
         self._queue, self._lineage, self._held, self._text = queue, lineage, held, text
         self._cursor: str | None = "0"
-        self._group_bytes = 0.0
         self.rules: Mapping[str, EnvRule] = {}
         self.num_stale = 0
         """Groups that Redis dropped as stale when they were about to be handed out."""
@@ -82,26 +80,41 @@ class Intake:
         """Read the stream from its start: an answer may have been lost on its way."""
         self._cursor = "0"
 
-    def fitting(self, wanted: int) -> int:
-        """Return how many groups to ask for in one round trip."""
-        if not self._group_bytes:
-            return min(wanted, FIRST_GROUPS)
-        return max(1, min(wanted, MAX_GROUPS, int(MAX_ANSWER_BYTES / self._group_bytes)))
-
     def read_new(self, wanted: int, block_s: float) -> list[StreamEntry]:
         """Wait for entries that nobody was given yet."""
-        return self._queue.read_ready(count=self.fitting(wanted), block_s=block_s)
+        return self._queue.read_ready(count=min(wanted, PAGE), block_s=block_s)
+
+    def first_part(self, entries: Sequence[StreamEntry], wanted: int) -> int:
+        """Return how many entries, from the first on, one `take` should get; at least one.
+
+        Their groups fill one round trip, and no more than `wanted` of them are new here.
+        """
+        fresh, total = 0, 0
+        for place, entry in enumerate(entries):
+            group_index = _index_of(entry)
+            if group_index is None or self._is_known(group_index):
+                continue
+            weight = weight_of(entry)
+            total += MAX_TRIP_BYTES if weight is None else weight
+            if fresh and (fresh >= wanted or total > MAX_TRIP_BYTES):
+                return place
+            fresh += 1
+        return len(entries)
+
+    def _is_known(self, group_index: int) -> bool:
+        return group_index in self._held or group_index in self._lineage.terminal
 
     def take_pending(self, wanted: int) -> list[HeldGroup]:
-        """Return what waits for this run's trainer, given to it before or not: one page of it."""
+        """Return what waits for this run's trainer, given to it before or not: a part of it."""
         if self._cursor is None:
             return []
-        entries = self._queue.pending_ready(self._cursor, count=self.fitting(wanted))
+        entries = self._queue.pending_ready(self._cursor, count=PAGE)
         if not entries:
             self._cursor = None
             return []
-        taken = self.take(entries)
-        self._cursor = entries[-1].message_id
+        part = entries[: self.first_part(entries, wanted)]
+        taken = self.take(part)
+        self._cursor = part[-1].message_id
         return taken
 
     def take(self, entries: list[StreamEntry]) -> list[HeldGroup]:
@@ -139,7 +152,6 @@ class Intake:
             if answer == "stale":
                 self.num_stale += 1
             elif stored is not None:
-                self._weigh(stored)
                 held = self._decode(stored)
                 if held is not None:
                     taken.append(held)
@@ -167,10 +179,3 @@ class Intake:
         answer = self._queue.call(calls.retire(self._lineage.consumer, str(group_index), reason))
         if answer == "taken":
             raise Fenced
-
-    def _weigh(self, stored: StoredGroup) -> None:
-        num_bytes = sum(len(body) for body in stored.bodies if body)
-        num_bytes += sum(len(text) for text in stored.texts if text)
-        # Leans to the larger: a bound that is met on average is broken half of the time.
-        weight = 1.0 if num_bytes > self._group_bytes else 0.1
-        self._group_bytes += weight * (num_bytes - self._group_bytes)

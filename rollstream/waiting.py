@@ -61,7 +61,7 @@ class Wait:
     def block(self) -> None:
         """Wait a moment for new entries."""
         hold = self._hold
-        if hold.intake.is_paging:
+        if self._entries or hold.intake.is_paging:
             return
         wanted = self._groups - len(hold.buffer)
         try:
@@ -79,8 +79,10 @@ class Wait:
         if self.over:
             return False
         if self._entries:
-            entries, self._entries = self._entries, []
-            hold.keep(hold.intake.take(entries))
+            # A round trip's worth: others may have the lock before the next.
+            end = hold.intake.first_part(self._entries, self._groups)
+            part, self._entries = self._entries[:end], self._entries[end:]
+            hold.keep(hold.intake.take(part))
             self._moved()
         if hold.page(self._groups):
             self._moved()

@@ -14,7 +14,7 @@ from redis.client import Pipeline
 from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
-from rollstream.queue import reads
+from rollstream.queue import fetch, reads
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.connection import (
     BACKOFF,
@@ -26,6 +26,7 @@ from rollstream.queue.connection import (
     unknown_scripts,
     wake_s,
 )
+from rollstream.queue.fetch import Trip, Trips
 from rollstream.queue.keys import prefix
 from rollstream.queue.reads import Command, Delivery, Read, RunInfo, StoredGroup, StreamEntry
 from rollstream.queue.scripts import Script, load_scripts
@@ -190,26 +191,23 @@ class BlockingQueue:
     def headers(
         self, entries: Sequence[StreamEntry], *, prompts: bool = False
     ) -> list[StoredGroup]:
-        """Return groups without their bodies, in one round trip."""
-        ids = [(entry.group_index, entry.n) for entry in entries]
-        return self._read(reads.groups(self.prefix, ids, prompts=prompts, bodies=False))
+        """Return groups without their bodies, in one round trip for up to 8,192 members."""
+        return self._make(fetch.headers(self.prefix, entries, prompts=prompts))
+
+    def bodies(self, group: StoredGroup, *, text: bool = False) -> bool:
+        """Add the bodies to a group of `headers`; False where it is another by now, or gone."""
+        return self._make(fetch.bodies(self.prefix, group, text=text))
 
     def groups(self, ids: Sequence[tuple[str, int]], *, text: bool = False) -> list[StoredGroup]:
-        """Return groups by (id, n) with prompt and bodies, in one round trip."""
-        return self._read(reads.groups(self.prefix, ids, text=text))
+        """Return groups by (id, n) with prompt and bodies; bounded, so in several round trips."""
+        return self._make(fetch.groups(self.prefix, ids, text=text))
 
     def deliver_and_fetch(
         self, consumer: str, entries: Sequence[StreamEntry], *, text: bool = False
     ) -> Delivery:
-        """Take groups in hand and fetch them, in one round trip."""
-        read = reads.deliver_and_fetch(self.prefix, consumer, entries, text=text)
-        commands = [evalsha(self._scripts["deliver"], self.prefix, read.call), *read.commands]
-        replies = self._send(commands)
-        if unknown_scripts(replies):
-            self._load({"deliver"})
-            replies = self._send(commands)
-        raise_first(replies)
-        return read.parse(replies)
+        """Take groups in hand and fetch them, as many as `fetch.first_trip` says in one trip."""
+        read = fetch.deliver_and_fetch(self.prefix, consumer, entries, text=text)
+        return self._make(read)
 
     def read_ready(self, *, count: int, block_s: float) -> list[StreamEntry]:
         """Take new ready groups for the trainer."""
@@ -226,6 +224,31 @@ class BlockingQueue:
         replies = self._send(read.commands)
         raise_first(replies)
         return read.parse(replies)
+
+    def _make(self, trips: Trips[T]) -> T:
+        """Make the round trips of a read, one behind the other."""
+        try:
+            trip = next(trips)
+            while True:
+                trip = trips.send(self._make_one(trip))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _make_one(self, trip: Trip) -> list[Any]:
+        scripts = {part.script for part in trip if isinstance(part, ScriptCall)}
+        commands = [
+            evalsha(self._scripts[part.script], self.prefix, part)
+            if isinstance(part, ScriptCall)
+            else part
+            for part in trip
+        ]
+        replies = self._send(commands)
+        if unknown_scripts(replies):
+            self._load(scripts)
+            replies = self._send(commands)
+        raise_first(replies)
+        return replies
 
     def _wait(self, read: Read[T]) -> T:
         replies = self._send(read.commands, self._blocking)

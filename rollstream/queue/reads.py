@@ -1,18 +1,19 @@
 """What processes read of a run beside the scripts: plain commands, and records of their answers.
 
-Owns the records (`RunInfo`, `StreamEntry`, `StoredGroup`) and which commands fill them. Never does
-I/O: an executor sends `Read.commands` in one round trip and hands the replies to `Read.parse`.
+Owns the records (`RunInfo`, `StreamEntry`, `StoredGroup`) and which commands fill them, but for
+groups: their size needs care (`rollstream.queue.fetch`). Never does I/O: an executor sends
+`Read.commands` in one round trip and hands the replies to `Read.parse`.
 Invariant: a read changes nothing but the pending lists of the two streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from rollstream.group import EnvRule
-from rollstream.queue.calls import Arg, ScriptCall, deliver
+from rollstream.queue.calls import Arg
 from rollstream.queue.keys import FULL_GROUP, READY_CONSUMER, READY_GROUP
 from rollstream.wire import decode_envs
 
@@ -83,6 +84,9 @@ class StreamEntry:
     n: int
     deliveries: int = 1
     """How often it was handed out, this time included."""
+    num_bytes: int | None = None
+    """Of all bodies and texts of the group; None where the entry does not say."""
+    prompt_bytes: int = 0
 
     @property
     def unix_s(self) -> float:
@@ -113,6 +117,8 @@ class StoredGroup:
     """Weight version when its first member was leased; -1 before."""
     life: int = 0
     """How often it was requeued."""
+    num_bytes: int = 0
+    """Of all bodies and texts that it has."""
 
     @property
     def full_unix_s(self) -> float:
@@ -238,111 +244,16 @@ def _parse_drop(entry: Any) -> dict[str, Any]:
         "why": _text(row["why"]),
         "unix_s": stream_unix_s(message_id),
         "headers": [row.get(f"h{i}") for i in shown],
-        "errors": [_error(row.get(f"e{i}")) for i in shown],
+        "errors": [parse_error(row.get(f"e{i}")) for i in shown],
     }
 
 
-# --- groups --------------------------------------------------------------------------------------
-_GROUP_FIELDS = ("state", "why", "full_id", "ready_id", "version", "life")
-
-
-def groups(
-    prefix: str,
-    ids: Sequence[tuple[str, int]],
-    *,
-    prompts: bool = True,
-    bodies: bool = True,
-    text: bool = False,
-) -> Read[list[StoredGroup]]:
-    """Read groups by (id, n); never a whole hash, whose bodies may be large."""
-    commands: list[Command] = []
-    for gid, n in ids:
-        names = (*_GROUP_FIELDS, *(("prompt",) if prompts else ()), *_member_fields(n))
-        commands.append(("HMGET", f"{prefix}g:{gid}", *names))
-        if bodies:
-            fields = _body_fields(n, text=text)
-            commands.append(("HMGET", f"{prefix}b:{gid}", *fields))
-
-    def parse(replies: list[Any]) -> list[StoredGroup]:
-        step = 2 if bodies else 1
-        found = []
-        for j, (gid, n) in enumerate(ids):
-            group = _parse_group(gid, n, replies[step * j], prompts=prompts)
-            if bodies:
-                values = replies[step * j + 1]
-                group.bodies, group.texts = values[:n], values[n:]
-            found.append(group)
-        return found
-
-    return Read(tuple(commands), parse)
-
-
-def _member_fields(n: int) -> tuple[str, ...]:
-    return tuple(f"{kind}{i}" for kind in "he" for i in range(n))
-
-
-def _body_fields(n: int, *, text: bool) -> tuple[Arg, ...]:
-    bodies = tuple(range(n))
-    return (*bodies, *(f"x{i}" for i in range(n))) if text else bodies
-
-
-def _parse_group(gid: str, n: int, row: list[Any], *, prompts: bool) -> StoredGroup:
-    state, why, full_id, ready_id, version, life = row[:6]
-    at = 7 if prompts else 6
-    return StoredGroup(
-        group_index=gid,
-        n=n,
-        state=_text(state or b""),
-        prompt=row[6] if prompts else None,
-        headers=row[at : at + n],
-        errors=[_error(value) for value in row[at + n : at + 2 * n]],
-        why=_text(why or b""),
-        full_id=_text(full_id or b""),
-        ready_id=_text(ready_id or b""),
-        version_at_lease=-1 if version is None else int(version),
-        life=int(life or 0),
-    )
-
-
-def _error(value: bytes | None) -> tuple[str, str] | None:
+def parse_error(value: bytes | None) -> tuple[str, str] | None:
     """Read `reason text` of a member that failed for good."""
     if value is None:
         return None
     reason, _, text = value.decode(errors="replace").partition(" ")
     return reason, text
-
-
-@dataclass(frozen=True, slots=True)
-class DeliverAndFetch:
-    """A `deliver` and the reads of what it hands out, for one round trip."""
-
-    call: ScriptCall[list[str]]
-    commands: tuple[Command, ...]
-    parse: Callable[[list[Any]], Delivery]
-    """Of all replies, that of the call first."""
-
-
-def deliver_and_fetch(
-    prefix: str, consumer: str, entries: Sequence[StreamEntry], *, text: bool
-) -> DeliverAndFetch:
-    """Take groups in hand and read them whole; what was not handed out is not parsed."""
-    call = deliver(consumer, [entry.group_index for entry in entries])
-    read = groups(prefix, [(entry.group_index, entry.n) for entry in entries], text=text)
-
-    def parse(replies: list[Any]) -> Delivery:
-        answers = call.parse(replies[0])
-        if answers == ["taken"]:
-            return Delivery([], [], taken=True)
-        found = read.parse(replies[1:])
-        # Between the two commands an abort may have dropped the group.
-        answers = [
-            "gone" if answer == "ok" and not group.state else answer
-            for answer, group in zip(answers, found, strict=True)
-        ]
-        held = [g if answer == "ok" else None for answer, g in zip(answers, found, strict=True)]
-        return Delivery(answers, held)
-
-    return DeliverAndFetch(call, read.commands, parse)
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -393,7 +304,7 @@ def claim_page(
 def keep_full(prefix: str, consumer: str, message_ids: Sequence[str]) -> Read[None]:
     """Begin the idle time of entries of `full` anew; JUSTID leaves their count alone."""
     key = f"{prefix}full"
-    command = ("XCLAIM", key, FULL_GROUP, consumer, 0, *message_ids, "JUSTID")
+    command: Command = ("XCLAIM", key, FULL_GROUP, consumer, 0, *message_ids, "JUSTID")
     return Read((command,), lambda replies: None)
 
 
@@ -408,7 +319,7 @@ def pending_counts(prefix: str, entries: Sequence[StreamEntry]) -> Read[list[Str
         found = []
         for entry, reply in zip(entries, replies, strict=True):
             times = int(reply[0][3]) if reply else entry.deliveries
-            found.append(StreamEntry(entry.message_id, entry.group_index, entry.n, times))
+            found.append(replace(entry, deliveries=times))
         return found
 
     return Read(commands, parse)
@@ -466,7 +377,17 @@ def _parse_entry(entry: Any) -> StreamEntry | None:
     named = gid.isdigit() or (gid.startswith(b"e:") and gid.isascii())
     if not named or not n.isdigit() or len(n) > _MAX_N_DIGITS:
         return None
-    return StreamEntry(_text(entry[0]), _text(gid), int(n))
+    return StreamEntry(
+        message_id=_text(entry[0]),
+        group_index=_text(gid),
+        n=int(n),
+        num_bytes=_size(row.get(b"b")),
+        prompt_bytes=_size(row.get(b"p")) or 0,
+    )
+
+
+def _size(value: bytes | None) -> int | None:
+    return int(value) if value is not None and len(value) < 16 and value.isdigit() else None
 
 
 def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:

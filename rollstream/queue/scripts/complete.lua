@@ -14,7 +14,7 @@ local function land(gid, i, token, header, body, text)
   if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then
     return call('HGET', g, 'f' .. i) == token and 'dup' or 'fenced'
   end
-  local row = call('HMGET', g, 'state', 'left', 'k' .. i)
+  local row = call('HMGET', g, 'state', 'left', 'k' .. i, 'bytes')
   if row[1] ~= 'open' then return 'fenced' end
   local size = #header + #body + #text
   max_bytes = max_bytes or tonumber(call('HGET', M, 'max_body') or math.huge)
@@ -23,7 +23,8 @@ local function land(gid, i, token, header, body, text)
     return 'too_large'
   end
   local left = tonumber(row[2]) - 1
-  call('HSET', g, 'left', left, 'f' .. i, token, 'h' .. i, header)
+  call('HSET', g, 'left', left, 'f' .. i, token, 'h' .. i, header,
+    'bytes', (row[4] or 0) + #body + #text)
   if text == '' then
     call('HSET', body_key(gid), i, body)
   else

@@ -9,7 +9,7 @@
 local gid, message, judgement, reason, detail = unpack(ARGV, 1, 5)
 permit_full_memory()
 local g = group_key(gid)
-local row = read(g, 'state', 'full_id', 'n')
+local row = read(g, 'state', 'full_id', 'n', 'bytes')
 if row.state ~= 'full' or row.full_id ~= message then
   remove_entry('full', 'aggregators', message)
   return 'noop'
@@ -19,7 +19,8 @@ if judgement == 'drop' then
   return 'dropped'
 end
 remove_entry('full', 'aggregators', message)
-local ready_id = call('XADD', K .. 'ready', '*', 'g', gid, 'n', row.n)
+local ready_id = call('XADD', K .. 'ready', '*', 'g', gid, 'n', row.n, 'b', row.bytes or 0,
+  'p', call('HSTRLEN', g, 'prompt'))
 call('HSET', g, 'state', 'ready', 'ready_id', ready_id)
 for j = 6, #ARGV, 2 do call('HSET', g, 'h' .. ARGV[j], ARGV[j + 1]) end
 return 'ready'

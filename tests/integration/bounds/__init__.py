@@ -1,0 +1,1 @@
+"""Sizes, round trips, memory and back-pressure: everything that must stay bounded."""
