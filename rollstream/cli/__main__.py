@@ -67,6 +67,10 @@ def _dispatch(argv: list[str]) -> int:
         return USAGE
     if args.command == "runs" and args.remove is None and (args.yes or args.force):
         parser.error("--yes and --force belong to runs --remove NAME")
+    if args.command == "show":
+        from rollstream.cli.show import show
+
+        return show(args)
     from rollstream.cli.inspect import COMMANDS
 
     return COMMANDS[args.command](args)
@@ -93,6 +97,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="also that every member and every entry is in exactly one place (reads all groups)",
     )
     commands.add_parser("stats", parents=[server, run], help="where the groups of a run are")
+    shown = commands.add_parser(
+        "show", parents=[server, run], help="one group with its members, or the last drops"
+    )
+    shown.add_argument("group", metavar="GROUP", nargs="?", type=_group_name, help="id of a group")
+    shown.add_argument(
+        "--last", metavar="N", type=_count, default=20, help="how many drops (default 20)"
+    )
     runs = commands.add_parser("runs", parents=[server], help="the runs on a server; remove one")
     runs.add_argument("--remove", metavar="NAME", help="delete every key of that run")
     runs.add_argument("--yes", action="store_true", help="do not ask")
@@ -125,6 +136,20 @@ def _seconds(text: str) -> float:
     if not 0.1 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 86400")
     return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 1000")
+    return value
+
+
+def _group_name(text: str) -> str:
+    named = text.isascii() and text.isprintable() and (text.isdecimal() or text.startswith("e:"))
+    if not named or len(text) > 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is no group: a number, or e:… of an evaluation")
+    return str(int(text)) if text.isdecimal() else text
 
 
 def _run_name(text: str) -> str:
