@@ -92,12 +92,23 @@ class Child:
             self.process.kill()
             self.process.wait()
 
+    def freeze(self) -> None:
+        """SIGSTOP: it does nothing until `thaw`, and may be killed meanwhile."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self._signal(signal.SIGCONT)
+
     def ask_to_stop(self) -> None:
         """SIGTERM; `wait_or_kill` follows."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
         if self.running:
             assert self.process is not None
             with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGTERM)
+                self.process.send_signal(number)
 
     def wait_or_kill(self, timeout_s: float) -> None:
         """Wait for its end, then SIGKILL."""

@@ -1,0 +1,49 @@
+"""`python -m tests.e2e.chaos`: parse, run, print, exit. See docs/chaos.md."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from tests.e2e.chaos.options import VOCABULARY, parse
+from tests.e2e.chaos.report import say
+
+EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Run chaos; return the exit code."""
+    options = parse(sys.argv[1:])
+    if not VOCABULARY.exists():
+        say(f"there is no {VOCABULARY}; run make setup")
+        return EXIT_WRONG
+    # Behind the command line: --help and a wrong option answer at once.
+    from examples.demo.children import ChildFailed
+    from tests.e2e.chaos.run import Chaos, ChaosFailed
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    chaos = Chaos(options)
+    try:
+        report = chaos.run()
+    except KeyboardInterrupt:
+        say("stopped; every process that it started was ended")
+        return EXIT_INTERRUPTED
+    except (ChaosFailed, ChildFailed) as error:
+        say(f"{error}\neverything is in {chaos.folder}")
+        return EXIT_WRONG
+    problems = report.problems()
+    for line in (*problems, *report.findings):
+        say(f"{line}")
+    if problems or report.findings:
+        say(f"everything is in {chaos.folder}")
+    sys.stdout.write(f"{report.to_json() if options.json else report.for_people()}\n")
+    return EXIT_WRONG if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
