@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from rollstream.errors import ConfigError
-from rollstream.urls import redis_url_problem
+from rollstream.urls import redis_url_problem, with_sentinels
 
 
 class Table(BaseModel):
@@ -44,11 +44,15 @@ class RedisTable(Table):
     """Where Redis or Valkey is."""
 
     url: SecretStr = SecretStr("redis://127.0.0.1:6379")
-    """`redis://`, `rediss://` or `unix://`, with user and password where there are any."""
+    """`redis://`, `rediss://` or `unix://`, with user and password where there are any; or
+    `redis+sentinel://host:port,host:port/master`. Of a cluster: any of its nodes."""
     url_file: Path | None = None
     """A file that holds the URL (a mounted secret); wins over `url`."""
     ca: Path | None = None
     """CA certificate for `rediss://`."""
+    sentinel: str = ""
+    """`host:port,host:port/master`: sentinels, and the name they know the master by, in place of
+    the host of `url` (whose user, password and database stay the master's)."""
     connect_timeout_s: float = Field(5.0, gt=0)
     """How long one connection attempt may take."""
 
@@ -222,13 +226,13 @@ class WorkerTable(Table):
     """First wait before a failed member is leased again; doubles per attempt, with jitter."""
     max_body_bytes: int = Field(16 << 20, ge=1024)
     """Largest result of one member; a larger one is `too_large`."""
+    stall_limit_s: float = Field(60.0, ge=0)
+    """How long the event loop may stand still (user code blocks it) before the process ends with
+    exit code 5, to be started again; never less than a lease. 0 is for ever."""
     drain_s: float = Field(20.0, ge=0)
     """How long SIGTERM waits for samples in flight before it gives them back."""
     fail_after_groups: int = Field(20, ge=1)
     """Refused groups in a row, without one success, that end the run as failed."""
-    stall_limit_s: float = Field(60.0, ge=0)
-    """How long the event loop may stand still (user code blocks it) before the process ends with
-    exit code 5, to be started again; never less than a lease. 0 is for ever."""
     role: Literal["all", "rollout", "aggregator"] = "all"
     """`all` generates and aggregates; the others do one of both."""
 
@@ -244,12 +248,12 @@ class AggregatorTable(Table):
     """Deadline of a group from its first lease; 0 is none."""
     on_filter_error: Literal["drop", "stop"] = "drop"
     """What a filter that raises does: `drop` its group, or `stop` the run."""
+    filter_timeout_s: float = Field(10.0, gt=0)
+    """How long one filter of the user's may take over one group; then it is `filter_error`."""
     std_threshold: float = Field(1e-6, ge=0)
     """Rewards whose deviation is not above it are `zero_std`."""
 
 
-    filter_timeout_s: float = Field(10.0, gt=0)
-    """How long one filter of the user's may take over one group; then it is `filter_error`."""
 class WeightsTable(Table):
     """How old a sample may be."""
 
@@ -328,11 +332,23 @@ class Settings(Table):
         return {name: _over(flat, table) for name, table in self.env.items()}
 
     def redis_url(self) -> str:
-        """Return the URL, read from `url_file` where one is given.
+        """Return the URL, read from `url_file` where one is given, with the sentinels.
 
         Raises:
             ConfigError: the file cannot be read, or holds no URL; or `ca` is no file.
         """
+        url, sentinel = self._server_url(), self.redis.sentinel
+        if not sentinel:
+            return url
+        whole = with_sentinels(url, sentinel)
+        if not url.startswith(("redis://", "rediss://")) or redis_url_problem(whole):
+            raise ConfigError(
+                f"redis.sentinel = {sentinel!r}: expected host:port,host:port/master, and a "
+                "redis.url that begins with redis:// or rediss://"
+            )
+        return whole
+
+    def _server_url(self) -> str:
         ca = self.redis.ca
         if ca is not None and not ca.is_file():
             raise ConfigError(f"redis.ca {ca}: there is no such file")

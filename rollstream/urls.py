@@ -1,17 +1,27 @@
-"""Addresses of servers: what is wrong with one, and how one is shown.
+"""Addresses of servers: what is wrong with one, what one with sentinels says, how one is shown.
 
 Owns the check of a Redis URL and the hiding of secrets in whatever is printed. Never connects,
-imports the standard library only. Invariant: no answer of this module holds a password, however
-malformed the URL is that it was given.
+imports the standard library only. Invariant: no answer of this module that is for people holds a
+password, however malformed the URL is that it was given.
+
+    redis://[user:password@]host[:port][/db]            one server, or any node of a cluster
+    unix://[user:password@]/path[?db=N]                 the same machine
+    redis+sentinel://[user:password@]host[:port],host[:port]/master[/db]
+                                                        the master that sentinels watch
+    rediss://, rediss+sentinel://                       with TLS, to the sentinels too
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from urllib.parse import parse_qsl, urlsplit
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://", *SENTINEL_SCHEMES)
+SENTINEL_PORT = 26379
+MASTER_NAME = r"[\w.-]+"
 _ENCODED = "/ # ? @ of a user or password are written %2F %23 %3F %40"
 _OPTIONS: dict[str, Callable[[str], object]] = {
     "db": int, "max_connections": int, "health_check_interval": int,
@@ -24,7 +34,9 @@ _OPTIONS: dict[str, Callable[[str], object]] = {
 _CREDENTIALS = re.compile(r"://([^\s\"'<>]*)@")
 """Up to the last `@`: a password that was not encoded may hold any character of a URL."""
 _WHOLE_CREDENTIALS = re.compile(r"://(.*)@", re.DOTALL)
-_QUERY_SECRET = re.compile(r"(?i)([?&](?:password|token|secret|api_key|key)=)[^&#\s\"']*")
+_QUERY_SECRET = re.compile(
+    r"(?i)([?&](?:(?:sentinel_)?password|token|secret|api_key|key)=)[^&#\s\"']*"
+)
 _PLAIN_NAME = re.compile(r"[\w.-]*")
 
 
@@ -34,6 +46,8 @@ def redis_url_problem(url: str) -> str:
         return f"a URL that starts with one of {', '.join(REDIS_SCHEMES)}"
     if not url.isprintable() or " " in url:
         return "a URL without blanks, line breaks and control characters"
+    if url.startswith(SENTINEL_SCHEMES):
+        return _sentinel_problem(url)
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -43,6 +57,85 @@ def redis_url_problem(url: str) -> str:
         return f"a URL without # and with one @; {_ENCODED}"
     if parts.scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path):
         return "a URL whose path is the number of a database (redis://host:port/0)"
+    return _query_problem(parts.scheme, parts.query)
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelUrl:
+    """What a URL with sentinels says."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    """(host, port) of each."""
+    master: str
+    """The name they know the master by."""
+    server_url: str = field(repr=False)
+    """URL of the master itself, with its user, password and options; the host is a stand-in."""
+    username: str | None = None
+    """Of the sentinels themselves."""
+    password: str | None = field(default=None, repr=False)
+    """Of the sentinels themselves."""
+
+
+_SENTINEL_URL = re.compile(
+    r"(?P<scheme>rediss?)\+sentinel://(?:(?P<user>[^@/?#]*)@)?(?P<hosts>[^@/?#]+)"
+    rf"/(?P<master>{MASTER_NAME})(?:/(?P<db>\d*))?(?:\?(?P<query>[^#]*))?"
+)
+_HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s,:\[\]]+)(?::(?P<port>\d{1,5}))?")
+_SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
+
+
+def read_sentinel_url(url: str) -> SentinelUrl | None:
+    """Return what a `redis+sentinel://` URL says; None for every other one.
+
+    Raises:
+        ValueError: it is none that `redis_url_problem` would let pass.
+    """
+    if not url.startswith(SENTINEL_SCHEMES):
+        return None
+    found = _SENTINEL_URL.fullmatch(url)
+    hosts = [] if found is None else [_HOST.fullmatch(part) for part in found["hosts"].split(",")]
+    if found is None or None in hosts:
+        raise ValueError("not a URL with sentinels")
+    query = parse_qsl(found["query"] or "", keep_blank_values=True)
+    own = {name: value for name, value in query if name in _SENTINEL_OPTIONS}
+    rest = urlencode([item for item in query if item[0] not in _SENTINEL_OPTIONS])
+    user = "" if found["user"] is None else f"{found['user']}@"
+    return SentinelUrl(
+        sentinels=tuple(
+            (host["host"].strip("[]"), int(host["port"] or SENTINEL_PORT)) for host in hosts if host
+        ),
+        master=unquote(found["master"]),
+        server_url=f"{found['scheme']}://{user}{found['master']}/{found['db'] or 0}"
+        + (f"?{rest}" if rest else ""),
+        username=own.get("sentinel_username"),
+        password=own.get("sentinel_password"),
+    )
+
+
+def with_sentinels(url: str, sentinels: str) -> str:
+    """Return `url` with `host:port,host:port/master` in place of its host (`redis.sentinel`)."""
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    db = parts.path.strip("/")
+    return (
+        f"{parts.scheme}+sentinel://{user}{at}{sentinels}"
+        + (f"/{db}" if db else "")
+        + (f"?{parts.query}" if parts.query else "")
+    )
+
+
+def _sentinel_problem(url: str) -> str:
+    try:
+        read = read_sentinel_url(url)
+        if read is None or any(not 0 < port < 65536 for _, port in read.sentinels):
+            raise ValueError
+        _ = urlsplit(read.server_url).port
+    except ValueError:
+        return (
+            "a URL like redis+sentinel://user:password@host:port,host:port/master/0 with one @; "
+            f"{_ENCODED}"
+        )
+    parts = urlsplit(read.server_url)
     return _query_problem(parts.scheme, parts.query)
 
 

@@ -6,29 +6,29 @@ anything. Invariant: one thread at a time waits; calls from several threads are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import redis
-from redis.client import Pipeline
-from redis.exceptions import NoScriptError, ResponseError
-from redis.retry import Retry
+from redis.exceptions import ResponseError
 
 from rollstream.queue import fetch, reads
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.connection import (
-    BACKOFF,
-    RETRIES,
+    Reach,
     block_ms,
-    connection_options,
     evalsha,
     raise_first,
     unknown_scripts,
     wake_s,
 )
 from rollstream.queue.fetch import Trip, Trips
-from rollstream.queue.keys import prefix
+from rollstream.queue.keys import prefix, probe_of
 from rollstream.queue.reads import Command, Delivery, Read, RunInfo, StoredGroup, StreamEntry
+from rollstream.queue.route import Route
 from rollstream.queue.scripts import Script, load_scripts
 
 T = TypeVar("T")
@@ -60,6 +60,7 @@ class BlockingQueue:
             scripts: other scripts than the package's.
         """
         self.run, self.prefix, self.client = run, prefix(run), client
+        self.route: Route | None = None
         self._blocking = blocking
         self._scripts = load_scripts() if scripts is None else scripts
 
@@ -71,16 +72,31 @@ class BlockingQueue:
 
         Errors of the connection surface there, as exceptions of redis-py.
         """
-        options = connection_options(url, ca, connect_timeout_s)
-        client, blocking = (
-            redis.Redis.from_url(url, retry=Retry(BACKOFF, RETRIES), **options) for _ in range(2)
-        )
-        return cls(client, blocking, run)
+        reach = Reach(url, probe_of(run), ca=ca, connect_timeout_s=connect_timeout_s)
+        queue = cls(reach.blocking_client(), reach.blocking_client(), run)
+        queue.route = reach.route
+        return queue
 
     def close(self) -> None:
         """Close every connection."""
         self.client.close()
         self._blocking.close()
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float) -> Iterator[None]:
+        """Give every reply that this thread waits for inside `timeout_s` together, at most.
+
+        A server that is alive and silent (frozen, cut off) is an outage after that; bounds of an
+        outer `within` hold as well.
+        """
+        local: Any = threading.local() if self.route is None else self.route.limit
+        outer = getattr(local, "mono_s", None)
+        limit = time.monotonic() + timeout_s
+        local.mono_s = limit if outer is None else min(outer, limit)
+        try:
+            yield
+        finally:
+            local.mono_s = outer
 
     # --- scripts -------------------------------------------------------------------------------
     def call(self, call: ScriptCall[T]) -> T:
@@ -89,19 +105,7 @@ class BlockingQueue:
         Raises:
             redis.exceptions.RedisError: the server refused it, or cannot be reached.
         """
-        return call.parse(self._run(call))
-
-    def _run(self, call: ScriptCall[Any]) -> Any:
-        command = evalsha(self._scripts[call.script], self.prefix, call)
-        try:
-            try:
-                return self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
-            except NoScriptError:
-                self._load({call.script})
-                return self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
-        except ResponseError as error:
-            raise_first([error])
-            raise
+        return self.call_many((call,))[0]
 
     def call_many(self, calls: Sequence[ScriptCall[T]]) -> list[T]:
         """Run scripts in one round trip, in order.
@@ -260,10 +264,32 @@ class BlockingQueue:
         raise_first(self._send(commands))
 
     def _send(self, commands: Sequence[Command], client: redis.Redis | None = None) -> list[Any]:
-        """Send commands in one round trip; errors of single commands stand among the replies."""
-        pool = (client or self.client).connection_pool
-        # No response callbacks: replies stay as they are on the wire.
-        with Pipeline(pool, {}, transaction=False, shard_hint=None) as pipeline:
-            for command in commands:
-                pipeline.pipeline_execute_command(*command)
-            return pipeline.execute(raise_on_error=False)
+        """Send commands in one round trip; errors of single commands stand among the replies.
+
+        On a pooled connection, without redis-py's pipeline: its answers would be made over.
+        """
+        pool: Any = (client or self.client).connection_pool
+        connection = pool.get_connection()
+        try:
+            replies: list[Any] = connection.retry.call_with_retry(
+                lambda: _exchange(connection, commands), lambda _: connection.disconnect()
+            )
+            return replies
+        finally:
+            pool.release(connection)
+
+
+def _exchange(connection: Any, commands: Sequence[Command]) -> list[Any]:
+    """Write all commands, then read all replies; whatever interrupts that closes the connection."""
+    replies: list[Any] = []
+    try:
+        connection.send_packed_command(connection.pack_commands(commands))
+        for _ in commands:
+            try:
+                replies.append(connection.read_response())
+            except ResponseError as error:
+                replies.append(error)
+    except BaseException:
+        connection.disconnect()
+        raise
+    return replies

@@ -1,21 +1,33 @@
 """How both executors reach the server: URL, timeouts, retries, TLS, and what to send for a call.
 
-Owns the settings of every connection to a run's Redis. Never sends anything. Invariant: redis-py
-repeats a command whose reply was lost, so only scripts and reads that may be repeated are sent.
+Owns the settings of every connection to a run's Redis, the verifier's too. Never sends anything.
+Invariant: redis-py repeats a command whose connection broke, so only scripts and reads that may be
+repeated are sent. A reply that does not come in time is not asked for again here: whoever waits
+knows for how long.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
+from redis.retry import Retry
 
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import Command
+from rollstream.queue.route import Address, Route
+from rollstream.queue.routed import SENTINEL_TIMEOUT_S, AsyncRouted, BlockingRouted
 from rollstream.queue.scripts import Script
+from rollstream.queue.sending import PlainSends
+from rollstream.urls import SentinelUrl, read_sentinel_url
 
 RETRIES = 2
 """Repeats of one command or one connect; longer outages are the caller's to wait for."""
@@ -28,18 +40,98 @@ MAX_WAKE_S = 0.5
 _PASSING = ("BUSY ", "MISCONF ", "NOREPLICAS ", "TRYAGAIN ")
 """Refusals that are about the server and not about the command: somebody's slow script, a full
 disk, a replica that is away, a slot on the move. redis-py has no class of its own for them."""
+_FORBIDDEN = re.compile(r"ACL failure in script|executing the script can't (run|access)")
+"""How a server says, inside a script, that the user may not do what a command does."""
 _READ_BYTES = 1 << 16
 """Bodies are large; fewer, larger reads of the socket."""
 
 
-def connection_options(url: str, ca: str | None, connect_timeout_s: float) -> dict[str, Any]:
-    """Return the options that both clients of redis-py share.
+@dataclass(frozen=True, slots=True)
+class Sentinels:
+    """The sentinels of a URL, and how one of them is connected to."""
+
+    url: SentinelUrl
+    tls: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sentinels(self) -> tuple[Address, ...]:
+        """All of them."""
+        return self.url.sentinels
+
+    @property
+    def master(self) -> str:
+        """The name they know the master by."""
+        return self.url.master
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a client for one connection to one of them."""
+        return {
+            "username": self.url.username,
+            "password": self.url.password,
+            "socket_timeout": SENTINEL_TIMEOUT_S,
+            "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+            "protocol": 2,
+            **self.tls,
+        }
+
+
+class Reach:
+    """One way to one run's server: every client that it makes shares the `Route`.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`.
-        ca: file of the CA that signed the server's certificate, for `rediss://`.
+        url: as `rollstream.urls` describes.
+        probe: a key that the connections are for; empty asks for none (a list of runs).
+        ca: file of the CA that signed the server's certificate, with TLS.
         connect_timeout_s: bound of connecting, all tries together.
     """
+
+    def __init__(
+        self, url: str, probe: str, *, ca: str | None = None, connect_timeout_s: float = 5.0
+    ) -> None:
+        read = read_sentinel_url(url)
+        self.url = url if read is None else read.server_url
+        self._probe, self._connect_timeout_s = probe, connect_timeout_s
+        self._options = connection_options(self.url, ca, connect_timeout_s)
+        pool = redis.ConnectionPool.from_url(self.url, **self._options)
+        given = pool.connection_kwargs
+        self._watch: Sentinels | None = None
+        seeds: list[Address] = []
+        if read is not None:
+            tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
+            if self.url.startswith("rediss://"):
+                tls["ssl"] = True
+            self._watch = Sentinels(read, tls)
+        elif "path" not in given:
+            seeds = [(given.get("host", "localhost"), int(given.get("port", 6379)))]
+        self.route = Route(seeds, settled=not probe)
+
+    def blocking_client(self, **options: Any) -> redis.Redis:
+        """Return a synchronous client; connects at its first call."""
+        retry = Retry(BACKOFF, RETRIES, (RedisConnectionError,))
+        client = redis.Redis.from_url(self.url, retry=retry, **(self._options | options))
+        self._install(client.connection_pool, BlockingRouted)
+        return client
+
+    def asyncio_client(self, **options: Any) -> redis.asyncio.Redis:
+        """Return an asyncio client; connects at its first call."""
+        retry = AsyncRetry(BACKOFF, RETRIES, (RedisConnectionError,))
+        client = redis.asyncio.Redis.from_url(self.url, retry=retry, **(self._options | options))
+        self._install(client.connection_pool, PlainSends, AsyncRouted)
+        return client
+
+    def _install(self, pool: Any, *mixins: type) -> None:
+        kind = pool.connection_class
+        members = {
+            "route": self.route,
+            "watch": self._watch,
+            "probe": self._probe,
+            "handshake_s": self._connect_timeout_s,
+        }
+        pool.connection_class = type(f"Rollstream{kind.__name__}", (*mixins, kind), members)
+
+
+def connection_options(url: str, ca: str | None, connect_timeout_s: float) -> dict[str, Any]:
+    """Return the options that both clients of redis-py share."""
     options: dict[str, Any] = {
         # RESP 2: with RESP 3 redis-py does not look for a leftover reply on a pooled connection.
         "protocol": 2,
@@ -73,6 +165,8 @@ def raise_first(replies: Iterable[Any]) -> None:
     for reply in replies:
         if isinstance(reply, ResponseError) and str(reply).startswith(_PASSING):
             raise RedisConnectionError(str(reply)) from reply
+        if isinstance(reply, ResponseError) and _FORBIDDEN.search(str(reply)):
+            raise NoPermissionError(str(reply)) from reply
         if isinstance(reply, Exception):
             raise reply
 

@@ -27,6 +27,11 @@ def prefix(run: str) -> str:
     return f"rs:{{{run}}}:"
 
 
+def probe_of(run: str) -> str:
+    """Return the key by which a connection hears who owns the run's slot; empty for no run."""
+    return f"{prefix(run)}m" if run else ""
+
+
 def run_of(key: str) -> str:
     """Return the run that `key` belongs to (the inverse of `prefix`)."""
     return key[key.index("{") + 1 : key.index("}")]

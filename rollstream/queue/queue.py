@@ -12,26 +12,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import redis.asyncio
-from redis.asyncio.retry import Retry
 from redis.exceptions import ResponseError
 
 from rollstream.queue import fetch, reads
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.connection import (
-    BACKOFF,
-    RETRIES,
+    Reach,
     block_ms,
-    connection_options,
     evalsha,
     raise_first,
     unknown_scripts,
     wake_s,
 )
 from rollstream.queue.fetch import Trip, Trips
-from rollstream.queue.keys import prefix
+from rollstream.queue.keys import prefix, probe_of
 from rollstream.queue.reads import Command, Delivery, Read, RunInfo, StoredGroup, StreamEntry
 from rollstream.queue.scripts import Script, load_scripts
-from rollstream.queue.sending import with_plain_sends
 
 T = TypeVar("T")
 _PAGE = 100
@@ -73,14 +69,8 @@ class Queue:
 
         Errors of the connection surface there, as exceptions of redis-py.
         """
-        options = connection_options(url, ca, connect_timeout_s)
-        client, blocking = (
-            with_plain_sends(
-                redis.asyncio.Redis.from_url(url, retry=Retry(BACKOFF, RETRIES), **options)
-            )
-            for _ in range(2)
-        )
-        return cls(client, blocking, run)
+        reach = Reach(url, probe_of(run), ca=ca, connect_timeout_s=connect_timeout_s)
+        return cls(reach.asyncio_client(), reach.asyncio_client(), run)
 
     async def aclose(self) -> None:
         """Close every connection."""

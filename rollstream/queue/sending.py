@@ -11,13 +11,12 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-import redis.asyncio
 from redis import exceptions
 
 SMALL_BYTES = 1 << 16
 
 
-class _Sends:
+class PlainSends:
     """Writes for a connection class of redis-py."""
 
     is_connected: bool
@@ -91,11 +90,3 @@ def _joined(parts: list[bytes]) -> Iterable[bytes]:
         yield part
     if small:
         yield b"".join(small)
-
-
-def with_plain_sends(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
-    """Return `client`, whose connections from now on write as this module says."""
-    kind = client.connection_pool.connection_class
-    sending = type(f"Rollstream{kind.__name__}", (_Sends, kind), {})
-    client.connection_pool.connection_class = sending
-    return client

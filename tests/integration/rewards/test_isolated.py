@@ -128,6 +128,7 @@ async def test_a_judge_that_is_killed_is_tried_once_more_and_then_no_verdict_is_
     verifier: subprocess.Popen[str], valkey_url: str, run_name: str
 ) -> None:
     async with asking(valkey_url, run_name, timeout_s=10.0) as isolated:
+        await until(lambda: not children(verifier))  # the process of an earlier judge may linger
         asked = asyncio.create_task(isolated.judge("math_verify", HANGS, "8"))
         killed: list[int] = []
         for _ in range(2):

@@ -1,0 +1,232 @@
+"""A master that dies, freezes and comes back behind three sentinels: everybody goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from examples.devserver import DevServer
+from rollstream.config import load_settings
+from rollstream.queue import calls
+from rollstream.queue.queue import Queue
+from rollstream.stream import GroupStream
+from tests.backstage import Backstage, wait_until
+from tests.integration.producer.scene import producing, rows_file, settings_of
+from tests.integration.worker.parts import Parts
+from tests.integration.worker.processes import start
+
+from .servers import MASTER, Watched, freeze, role_of, thaw, told
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with Watched() as topology:
+        yield topology
+
+
+class Trainer(threading.Thread):
+    """A trainer that acks every batch, and remembers what it was given, in order.
+
+    Attributes:
+        allowed: it takes no batch beyond so many groups, until more are allowed.
+        trained: group indexes.
+        error: what ended it, where that was an error.
+    """
+
+    def __init__(self, url: str, run: str) -> None:
+        super().__init__(daemon=True)
+        self.allowed = 0
+        self.trained: list[int] = []
+        self.error: Exception | None = None
+        self.rollbacks = 0
+        self._url, self._run_name = url, run
+
+    def run(self) -> None:
+        try:
+            with GroupStream.connect(self._url, run=self._run_name) as stream:
+                for batch in stream.batches(groups=2, timeout_s=15):
+                    batch.ack()
+                    self.trained += batch.group_indexes
+                    wait_until(lambda: len(self.trained) < self.allowed, 18)
+                self.rollbacks = int(stream.metrics()["stream/rollbacks"])
+        except Exception as error:  # noqa: BLE001 - for the test's own thread
+            self.error = error
+
+
+async def test_producer_worker_and_trainer_go_on_after_the_master_was_killed_twice(
+    watched: Watched, run_name: str, tmp_path: Path
+) -> None:
+    settings = settings_of(watched.url, run_name, rows_file(tmp_path, 60),
+                           "--producer.capacity_groups=6")  # fmt: skip
+    trainer = Trainer(watched.url, run_name)
+    queue = Queue.connect(watched.url, run_name)
+    async with producing(settings) as producer:
+        parts = Parts(queue)
+        parts.start()
+        trainer.start()
+        for groups in (10, 30):
+            trainer.allowed = groups
+            await asyncio.to_thread(wait_until, lambda g=groups: len(trainer.trained) >= g, 15)
+            old, trainer.allowed = watched.master, groups + 10
+            old.kill()
+            await asyncio.to_thread(watched.wait_failed_over, old)
+            old.start()  # it comes back, and is made a replica of the new master
+            await asyncio.to_thread(wait_until, lambda s=old: role_of(s) == "slave", 10)
+        trainer.allowed = 100
+        await asyncio.to_thread(trainer.join, 15)
+        assert trainer.error is None
+        assert sorted(trainer.trained) == list(range(60))
+        assert len(trainer.trained) == 60
+        assert trainer.rollbacks >= 2  # another server each time: it was told again
+        assert (await queue.call(calls.audit(deep=True))).problems == []
+        assert producer.gate.standing.position == 60
+        await parts.stop()
+    await queue.aclose()
+
+
+def test_acks_that_were_not_replicated_are_told_again_and_nothing_is_trained_twice(
+    watched: Watched, run_name: str
+) -> None:
+    old = watched.master
+    (replica,) = (server for server in watched.servers if server is not old)
+    with Backstage(watched.url, run_name, cap=16) as backstage:
+        backstage.open().finish(*range(8))
+        with GroupStream.connect(watched.url, run=run_name) as stream:
+            batches = stream.batches(groups=2, timeout_s=15)
+            next(batches).ack()
+            with told(old.port) as client:
+                assert client.wait(1, 5000) == 1
+                freeze(replica)
+                # What is sent from now on would wait in its socket, and be read when it wakes.
+                client.execute_command("CLIENT KILL TYPE replica")
+            second = next(batches)
+            second.ack()  # the master says so, and dies with it
+            old.kill()
+            thaw(replica)
+            watched.wait_failed_over(old)
+            backstage.queue.within(15)
+            counters = wait_until(lambda: counters_of(backstage))
+            assert counters["acked"] == 2, "the ack was replicated after all"
+            trained = [*range(4)]
+            for _ in range(2):
+                batch = next(batches)
+                trained += batch.group_indexes
+                batch.ack()
+            assert sorted(trained) == list(range(8))
+            assert second.group_indexes == [2, 3]
+            assert stream.metrics()["stream/rollbacks"] == 1
+        state = backstage.queue.call(calls.state())
+        assert state.frontier == 8
+        assert backstage.queue.call(calls.audit(deep=True)).problems == []
+
+
+def counters_of(backstage: Backstage) -> dict[str, int]:
+    try:
+        return backstage.queue.counters()
+    except redis.RedisError:
+        return {}
+
+
+def test_connections_leave_a_frozen_master_and_do_not_return_when_it_wakes(
+    watched: Watched, run_name: str
+) -> None:
+    old = watched.master
+    with Backstage(watched.url, run_name) as backstage:
+        backstage.open()
+        queue = backstage.queue
+        # Several idle connections to the master of now, in both pools.
+        connections = [queue.client.connection_pool.get_connection() for _ in range(4)]
+        for connection in connections:
+            queue.client.connection_pool.release(connection)
+        assert not queue.wait_bell(0.01)
+        freeze(old)
+        try:
+            new = watched.wait_failed_over(old)
+            with queue.within(1.0), pytest.raises(redis.TimeoutError):
+                queue.counters()
+            assert queue.counters() is not None
+            thaw(old)
+            answers = [backstage.enqueue(number)[0] for number in range(8)]
+            for _ in connections:  # all of them are used once
+                queue.client.connection_pool.get_connection()
+            waited = queue.wait_bell(0.01)
+        finally:
+            thaw(old)
+        assert (answers, waited) == (["new"] * 8, True)
+        assert {c.port for c in connections if c.is_connected} == {new.port}
+        wait_until(lambda: role_of(old) == "slave", 15)
+        assert queue.counters()["enqueued"] == 8
+        assert queue.call(calls.audit(deep=True)).problems == []
+
+
+async def test_a_cancelled_call_leaves_no_reply_behind_sentinels(
+    watched: Watched, run_name: str
+) -> None:
+    queue = Queue.connect(watched.url, run_name)
+    with Backstage(watched.url, run_name) as backstage:
+        backstage.open()
+    for number in range(100):
+        task = asyncio.create_task(queue.call(calls.set_budget("cap", number + 1)))
+        for _ in range(number % 11):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (await queue.call(calls.beat("w", [f"x{number}"]))).lost == [f"x{number}"]
+    await queue.aclose()
+
+
+def test_a_process_of_each_kind_takes_the_setting_with_sentinels(
+    watched: Watched, run_name: str, tmp_path: Path
+) -> None:
+    hosts = watched.url.removeprefix("redis+sentinel://")
+    flags = ["--redis.url", "redis://ignored:1/0", "--redis.sentinel", hosts]
+    settings = load_settings(flags, prog="x", environ={}, folder=tmp_path).settings
+    assert settings.redis_url() == f"redis+sentinel://{hosts}/0"
+    log = tmp_path / "producer.log"
+    rows = rows_file(tmp_path, 3)
+    process = start(
+        "producer", *flags, "--run.name", run_name, "--producer.source", f"jsonl:{rows}",
+        "--producer.stay", "false", "--producer.progress", "false", log=log,
+    )  # fmt: skip
+    try:
+        assert process.wait(15) == 0, log.read_text()
+    finally:
+        process.kill()
+    shown = subprocess.run(
+        [sys.executable, "-m", "rollstream.cli", "stats", "--redis", watched.url, "--run", run_name,
+         "--json"],
+        capture_output=True, text=True, check=False, timeout=20,
+    )  # fmt: skip
+    assert '"live": 3' in shown.stdout, shown.stderr
+
+
+def test_sentinels_that_know_no_such_master_are_named(watched: Watched, run_name: str) -> None:
+    url = watched.url.replace(f"/{MASTER}", "/another")
+    with Backstage(url, run_name) as backstage, pytest.raises(redis.ConnectionError) as caught:
+        backstage.open()
+    assert "no sentinel says where master 'another' is" in str(caught.value)
+    assert "knows no such master" in str(caught.value)
+
+
+def test_a_dead_sentinel_is_passed(watched: Watched, run_name: str) -> None:
+    watched.sentinels[0].kill()
+    os.kill(watched.sentinels[1].process.pid, signal.SIGSTOP)
+    with Backstage(watched.url, run_name) as backstage:
+        assert backstage.open().enqueue(0) == ["new"]
+
+
+def test_a_server_on_its_own_is_no_sentinel(run_name: str) -> None:
+    with DevServer() as server:
+        url = f"redis+sentinel://127.0.0.1:{server.port}/{MASTER}"
+        with Backstage(url, run_name) as backstage, pytest.raises(redis.ConnectionError) as caught:
+            backstage.open()
+    assert f"127.0.0.1:{server.port}: unknown command" in str(caught.value)
