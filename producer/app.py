@@ -89,7 +89,7 @@ async def produce(settings: Settings, source: Source, supply: Supply, drawn: Any
         stack.push_async_callback(queue.aclose)
         gate = Gate(
             queue,
-            opening(settings, fingerprint),
+            opening(settings, fingerprint, supply.order.total),
             fingerprint,
             supply,
             name=f"{socket.gethostname()}:{os.getpid()}",

@@ -40,8 +40,8 @@ def fingerprint_of(settings: Settings, source: Source) -> str:
     return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 
-def opening(settings: Settings, fingerprint: str) -> ScriptCall[list[str]]:
-    """Return the call that creates the run, or sets its budgets anew."""
+def opening(settings: Settings, fingerprint: str, total: int) -> ScriptCall[list[str]]:
+    """Return the call that creates the run of `total` groups, or sets its budgets anew."""
     capacity = settings.producer.capacity_groups
     rules = {
         name: EnvRule(reward_key=env.reward.key, needs_reward=env.reward.kind != "none")
@@ -56,6 +56,7 @@ def opening(settings: Settings, fingerprint: str) -> ScriptCall[list[str]]:
         "max_stale": settings.weights.max_staleness,
         "max_body": settings.worker.max_body_bytes,
         "envs": encode_envs(rules),
+        "total": total,
     }
     return open_run(SCHEMA, fingerprint, budgets)
 

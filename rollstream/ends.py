@@ -55,15 +55,18 @@ def failure(info: RunInfo) -> StreamError | None:
     return None
 
 
-def deadlock(look: Look, *, groups: int, num_buffered: int) -> StreamError | None:
+def deadlock(
+    look: Look, *, groups: int, num_buffered: int, is_incomplete: bool = False
+) -> StreamError | None:
     """Return what makes waiting pointless; to be raised once it has lasted a while.
 
     Args:
         look: the run.
         groups: size of the batch that is waited for.
         num_buffered: groups of it that are here already.
+        is_incomplete: the producer said that it is done, and yet prompts are missing.
     """
-    if look.num_undelivered > 0 or look.info.done:
+    if look.num_undelivered > 0 or (look.info.done and not is_incomplete):
         return None
     live, capacity = look.depths.get("live", 0), look.info.capacity
     if live >= capacity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,11 @@ class TerminalIds:
         self._above |= other._above
         self._above = {i for i in self._above if i >= self._frontier}
         self._settle()
+
+    def first_missing(self, total: int, besides: Container[int] = ()) -> int | None:
+        """Return the lowest id below `total` that is neither in the set nor in `besides`."""
+        above = range(self._frontier, total)
+        return next((i for i in above if i not in self._above and i not in besides), None)
 
     def copy(self) -> TerminalIds:
         """Return a set of its own."""

@@ -78,6 +78,7 @@ class Hold:
         self.aborted_here = False
         self.num_acked = 0
         self._num_batches = 0
+        self._num_rollbacks = 0
         self._next_pulse_mono_s = 0.0
 
     # --- the claim -----------------------------------------------------------------------------
@@ -91,10 +92,10 @@ class Hold:
         now = time.monotonic()
         if now < self._next_pulse_mono_s:
             return
-        rollbacks = self.lineage.rollbacks
         self.lineage.check()
-        if self.lineage.rollbacks != rollbacks:
-            self.intake.page_again()
+        if self.lineage.rollbacks != self._num_rollbacks:
+            self._num_rollbacks = self.lineage.rollbacks
+            self.intake.tell_again(self.held)
         self.sweep(SWEEP_PAGES)
         info = self.queue.info()
         if info is None:
@@ -107,6 +108,22 @@ class Hold:
         """Look at everything again with the next pulse: something went wrong."""
         self._next_pulse_mono_s = 0.0
         self.intake.page_again()
+
+    def is_complete(self) -> bool:
+        """Return whether no prompt is missing: each is ended or in hand, as Redis says right now.
+
+        Whoever says that all prompts are enqueued may have said it to a server that then forgot
+        some of them, or its answer may be of a history that this trainer has abandoned.
+
+        Raises:
+            RunMissing: there is no such run.
+            ConsumerTaken: a later trainer took the run over.
+        """
+        ended = self.lineage.snapshot()
+        if self.lineage.rollbacks != self._num_rollbacks:
+            self.pulse_soon()
+            return False
+        return ended.first_missing(self.info.total, besides=self.held) is None
 
     def sweep(self, pages: int) -> bool:
         """Sweep until nothing is left or `pages` are done; whether something may be left."""
@@ -158,6 +175,14 @@ class Hold:
         self.held.update(held.group.group_index for held in taken)
         self.buffer.extend(taken)
 
+    def page_again(self) -> None:
+        """Read the stream from its start, as after a wait in which nothing came.
+
+        What waits in the buffer is told to Redis once more; not what is handed out, because a
+        repeated delivery judges staleness again.
+        """
+        self.intake.tell_again(held.group.group_index for held in self.buffer)
+
     def page(self, wanted: int) -> bool:
         """Read on in the pending list until it ends or `wanted` groups wait; whether any came."""
         before = len(self.buffer)
@@ -196,7 +221,9 @@ class Hold:
 
         Raises:
             Fenced: this trainer is not the run's consumer.
+            ConsumerTaken: a later trainer took the run over.
         """
+        self.lineage.refuse_if_taken()
         for start in range(0, len(ids), ACK_GROUPS):
             part = [str(i) for i in ids[start : start + ACK_GROUPS]]
             if self.queue.call(calls.ack(self.lineage.consumer, part)) == ["taken"]:

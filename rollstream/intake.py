@@ -8,7 +8,7 @@ not ended before. Invariant: a group leaves here at most once in the life of thi
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,9 +61,11 @@ class Intake:
     """Reads entries of `ready`, marks their groups as delivered, and decodes them."""
 
     def __init__(
-        self, queue: BlockingQueue, lineage: Lineage, held: Container[int], *, text: bool
+        self, queue: BlockingQueue, lineage: Lineage, held: Set[int], *, text: bool
     ) -> None:
         self._queue, self._lineage, self._held, self._text = queue, lineage, held, text
+        self._untold: set[int] = set()
+        """Groups in hand of which Redis may have forgotten that they were delivered."""
         self._cursor: str | None = "0"
         self.rules: Mapping[str, EnvRule] = {}
         self.num_stale = 0
@@ -79,6 +81,11 @@ class Intake:
     def page_again(self) -> None:
         """Read the stream from its start: an answer may have been lost on its way."""
         self._cursor = "0"
+
+    def tell_again(self, group_indexes: Iterable[int]) -> None:
+        """Read the stream from its start, and say of these groups that they are in hand."""
+        self._untold.update(group_indexes)
+        self.page_again()
 
     def read_new(self, wanted: int, block_s: float) -> list[StreamEntry]:
         """Wait for entries that nobody was given yet."""
@@ -126,6 +133,7 @@ class Intake:
         """
         fresh: dict[int, StreamEntry] = {}
         ended: list[str] = []
+        again: list[str] = []
         for entry in entries:
             group_index = _index_of(entry)
             if not entry.group_index:
@@ -136,12 +144,26 @@ class Intake:
                 ended.append(entry.group_index)
             elif group_index not in self._held:
                 fresh[group_index] = entry
+            elif group_index in self._untold:
+                # Redis may think that nobody has it: then the run would never be over.
+                again.append(entry.group_index)
+        self._untold &= self._held
+        if again:
+            self._deliver_again(again)
         if ended:
             # Acked before a rollback, or of the checkpoint: that is a fact, so it is told again.
             answers = self._queue.call(calls.ack(self._lineage.consumer, ended))
             if answers == ["taken"]:
                 raise Fenced
         return self._fetch(list(fresh.values())) if fresh else []
+
+    def _deliver_again(self, gids: list[str]) -> None:
+        """Say once more that groups are in hand."""
+        answers = self._queue.call(calls.deliver(self._lineage.consumer, gids))
+        if answers == ["taken"]:
+            raise Fenced
+        told = (int(gid) for gid, said in zip(gids, answers, strict=True) if said != "gone")
+        self._untold.difference_update(told)
 
     def _fetch(self, entries: list[StreamEntry]) -> list[HeldGroup]:
         delivery = self._queue.deliver_and_fetch(self._lineage.consumer, entries, text=self._text)

@@ -127,15 +127,18 @@ class Wait:
         if is_over or now - self._paged_mono_s >= REPAGE_S:
             # An answer may have been lost on its way: nobody has its entries.
             self._paged_mono_s = now
-            hold.intake.page_again()
+            hold.page_again()
             if hold.page(self._groups):
                 self._moved()
                 return
-        if is_over:
+        if is_over and hold.is_complete():
             self.over = True
             return
         is_late = now - self._moved_mono_s >= self._timeout_s
-        deadlock = ends.deadlock(look, groups=self._groups, num_buffered=len(hold.buffer))
+        # An end that is none: whoever said that all prompts are enqueued has to enqueue the rest.
+        deadlock = ends.deadlock(
+            look, groups=self._groups, num_buffered=len(hold.buffer), is_incomplete=is_over
+        )
         if deadlock is not None and (is_late or self._has_lasted(now, look.info.lease_s)):
             raise deadlock
         if deadlock is None:

@@ -69,6 +69,8 @@ class RunInfo:
     """Of the latest rewind; empty where there was none."""
     clock_ms: int
     """The queue clock at the latest sweep."""
+    total: int = 0
+    """Group indexes are 0..total-1; 0 where whoever opened the run did not say."""
     version_label: str = ""
     """The engines' own name of the current weights, where the trainer gave one."""
     envs: Mapping[str, EnvRule] = field(default_factory=dict)
@@ -183,6 +185,7 @@ def _parse_info(run: str, reply: Any) -> RunInfo | None:
         consumer=m["consumer"],
         rewind_id=m["rewind_id"],
         clock_ms=int(m["clock"]),
+        total=int(m.get("total", 0)),
         version_label=m.get("label", ""),
         envs=envs,
     )

@@ -100,7 +100,7 @@ async def producing(
         supply.check()
         fingerprint = fingerprint_of(settings, source)
         gate = Gate(
-            queue, opening(settings, fingerprint), fingerprint, supply,
+            queue, opening(settings, fingerprint, supply.order.total), fingerprint, supply,
             name=name, lease_s=settings.worker.lease_s, stay=settings.producer.stay,
         )  # fmt: skip
         await gate.open()

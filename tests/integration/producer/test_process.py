@@ -145,10 +145,9 @@ async def open_run(settings: Settings) -> None:
     queue = Queue.connect(settings.redis_url(), settings.run.name)
     try:
         fingerprint = fingerprint_of(settings, source)
-        gate = Gate(
-            queue, opening(settings, fingerprint), fingerprint, make_supply(settings, source),
-            name="p", lease_s=15,
-        )  # fmt: skip
+        supply = make_supply(settings, source)
+        opened = opening(settings, fingerprint, supply.order.total)
+        gate = Gate(queue, opened, fingerprint, supply, name="p", lease_s=15)
         assert await first_contact(gate) == "running"
     finally:
         source.close()
