@@ -337,31 +337,32 @@ class Settings(Table):
         Raises:
             ConfigError: the file cannot be read, or holds no URL; or `ca` is no file.
         """
-        url, sentinel = self._server_url(), self.redis.sentinel
-        if not sentinel:
-            return url
-        whole = with_sentinels(url, sentinel)
-        if not url.startswith(("redis://", "rediss://")) or redis_url_problem(whole):
-            raise ConfigError(
-                f"redis.sentinel = {sentinel!r}: expected host:port,host:port/master, and a "
-                "redis.url that begins with redis:// or rediss://"
-            )
-        return whole
-
-    def _server_url(self) -> str:
         ca = self.redis.ca
         if ca is not None and not ca.is_file():
             raise ConfigError(f"redis.ca {ca}: there is no such file")
         path = self.redis.url_file
         if path is None:
-            return self.redis.url.get_secret_value()
+            return _watched(self.redis.url.get_secret_value(), self.redis.sentinel)
         try:
             url = path.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:  # not UTF-8, or a name that cannot be one
             raise ConfigError(f"redis.url_file {path} cannot be read: {error}") from None
         if problem := redis_url_problem(url):
             raise ConfigError(f"redis.url_file {path} holds no URL of Redis: expected {problem}")
+        return _watched(url, self.redis.sentinel)
+
+
+def _watched(url: str, sentinels: str) -> str:
+    """Return the URL with `redis.sentinel` in place of its host, where that is set."""
+    if not sentinels:
         return url
+    whole = with_sentinels(url, sentinels)
+    if not url.startswith(("redis://", "rediss://")) or redis_url_problem(whole):
+        raise ConfigError(
+            f"redis.sentinel = {sentinels!r}: expected host:port,host:port/master, and a "
+            "redis.url that begins with redis:// or rediss://"
+        )
+    return whole
 
 
 def _over(flat: EnvTable, table: EnvTable) -> EnvTable:

@@ -9,7 +9,7 @@ import pytest
 from rollstream.config import load_settings
 from rollstream.errors import ConfigError
 from rollstream.stream import GroupStream
-from rollstream.urls import redis_url_problem, scrub, shown_url
+from rollstream.urls import read_sentinel_url, redis_url_problem, scrub, shown_url
 
 SECRET = "hunter2"
 MALFORMED = {
@@ -28,6 +28,12 @@ MALFORMED = {
     f"redis://:{SECRET}@host?decode_responses=1": "no other options",
     f"redis://:{SECRET}@host?ssl_cert_reqs=none": "no other options",
     f"http://:{SECRET}@host": "starts with one of redis://",
+    f"redis+sentinel://:{SECRET}@host": "redis+sentinel://user:password@host:port",
+    f"redis+sentinel://:{SECRET}/@host/m": "redis+sentinel://user:password@host:port",
+    f"redis+sentinel://:{SECRET}@host,/m": "redis+sentinel://user:password@host:port",
+    f"redis+sentinel://:{SECRET}@host:66666/m": "redis+sentinel://user:password@host:port",
+    f"redis+sentinel://:{SECRET}@host/m/five": "redis+sentinel://user:password@host:port",
+    f"redis+sentinel://:{SECRET}@host/m?ssl_cert_reqs=none": "no other options",
 }
 
 
@@ -53,7 +59,9 @@ def test_a_url_that_is_none_is_refused_without_its_secret(url: str, tmp_path: Pa
     [
         "redis://host", "redis://:p%2Fw@host:6379/0", "rediss://u:p@[::1]:6379/",
         "unix:///tmp/redis.sock?db=1", "redis://host?socket_timeout=1.5&username=u&password=p",
-        "rediss://host?ssl_cert_reqs=none",
+        "rediss://host?ssl_cert_reqs=none", "redis+sentinel://host/m",
+        "rediss+sentinel://u:p%2F@h1:1,[::1]:2,h3/my-master_1/5?ssl_cert_reqs=none",
+        "redis+sentinel://h/m?sentinel_username=u&sentinel_password=p&socket_timeout=3",
     ],
 )  # fmt: skip
 def test_urls_of_every_form_are_taken(url: str) -> None:
@@ -68,6 +76,38 @@ def test_a_malformed_url_is_shown_without_its_secret(url: str) -> None:
 def test_scrub_hides_every_secret_in_a_text_and_nothing_else() -> None:
     text = f"'http://u:{SECRET}@a' and redis://h?password={SECRET}&db=1 at http://b/c, me@home"
     assert scrub(text) == "'http://u:***@a' and redis://h?password=***&db=1 at http://b/c, me@home"
+
+
+def test_a_url_with_sentinels_says_who_watches_and_how_the_master_is_logged_in_to() -> None:
+    url = f"rediss+sentinel://u:{SECRET}%2F@h1:1,[::1]:2,h3/m/5?sentinel_password={SECRET}&db=5"
+    read = read_sentinel_url(url)
+    assert read is not None
+    assert read.sentinels == (("h1", 1), ("::1", 2), ("h3", 26379))
+    assert (read.master, read.username, read.password) == ("m", None, SECRET)
+    assert read.server_url == f"rediss://u:{SECRET}%2F@m/5?db=5"
+    assert SECRET not in repr(read)
+    assert SECRET not in shown_url(url)
+    assert read_sentinel_url("redis://host") is None
+
+
+def test_the_setting_with_sentinels_keeps_user_database_and_options_of_the_url(
+    tmp_path: Path,
+) -> None:
+    def url_of(*flags: str) -> str:
+        return load_settings(flags, prog="x", environ={}, folder=tmp_path).settings.redis_url()
+
+    (tmp_path / "url").write_text("rediss://u:p@gone:1/5?socket_timeout=3\n")
+    file = f"--redis.url_file={tmp_path / 'url'}"
+    whole = url_of(file, "--redis.sentinel=h1:1,h2/m")
+    assert whole == "rediss+sentinel://u:p@h1:1,h2/m/5?socket_timeout=3"
+    assert redis_url_problem(whole) == ""
+    for flags in (
+        ("--redis.sentinel=h1:1,h2",),
+        ("--redis.sentinel=h1:x/m",),
+        ("--redis.url=unix:///s", "--redis.sentinel=h1/m"),
+    ):
+        with pytest.raises(ConfigError, match=r"redis\.sentinel = .*: expected host:port"):
+            url_of(*flags)
 
 
 def test_a_ca_that_is_no_file_is_refused_by_its_key(tmp_path: Path) -> None:
