@@ -163,6 +163,8 @@ def raise_first(replies: Iterable[Any]) -> None:
     waited for, and what was refused is asked for again.
     """
     for reply in replies:
+        if isinstance(reply, NoScriptError):  # it was loaded a moment ago
+            raise RedisConnectionError("the server forgot a script between two calls") from reply
         if isinstance(reply, ResponseError) and str(reply).startswith(_PASSING):
             raise RedisConnectionError(str(reply)) from reply
         if isinstance(reply, ResponseError) and _FORBIDDEN.search(str(reply)):
