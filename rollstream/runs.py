@@ -16,6 +16,7 @@ import redis
 from redis import exceptions as redis_errors
 
 from rollstream.errors import RunLost, StreamError, WireError
+from rollstream.queue.connection import each_master
 from rollstream.queue.keys import run_of
 from rollstream.urls import shown_url
 
@@ -42,17 +43,18 @@ RUN_NAME = r"[A-Za-z0-9._-]{1,64}"
 
 
 def list_runs(client: redis.Redis) -> list[str]:
-    """Return the names of the runs on a server, sorted; at most `MAX_RUNS`.
+    """Return the names of the runs on a server or in a cluster, sorted; at most `MAX_RUNS`.
 
     Keys of other programs may look like ours: what no run can be called is none.
     """
     names: set[str] = set()
-    for key in client.scan_iter(match="rs:{*}:m", count=1000):
-        name = run_of(key.decode(errors="replace"))
-        if re.fullmatch(RUN_NAME, name):
-            names.add(name)
-        if len(names) >= MAX_RUNS:
-            break
+    for master in each_master(client):
+        for key in master.scan_iter(match="rs:{*}:m", count=1000):
+            name = run_of(key.decode(errors="replace"))
+            if re.fullmatch(RUN_NAME, name):
+                names.add(name)
+            if len(names) >= MAX_RUNS:
+                return sorted(names)
     return sorted(names)
 
 

@@ -9,7 +9,7 @@ knows for how long.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 from redis.retry import Retry
 
+from rollstream.errors import ConfigError
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import Command
 from rollstream.queue.route import Address, Route
@@ -128,6 +129,41 @@ class Reach:
             "handshake_s": self._connect_timeout_s,
         }
         pool.connection_class = type(f"Rollstream{kind.__name__}", (*mixins, kind), members)
+
+
+def each_master(client: redis.Redis) -> Iterator[redis.Redis]:
+    """Yield a client of every master that holds keys: of a cluster all, else `client` itself.
+
+    Commands without a key (SCAN, INFO) are about one server only.
+    """
+    try:
+        slots: Any = client.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]  # redis-py
+    except ResponseError:  # no cluster, or we may not ask
+        yield client
+        return
+    pool = client.connection_pool
+    kind = next(c for c in pool.connection_class.__mro__ if c.__module__ == "redis.connection")
+    for host, port in sorted({(row[2][0].decode(), int(row[2][1])) for row in slots}):
+        own = pool.connection_kwargs | ({"host": host} if host else {}) | {"port": port}
+        with redis.Redis.from_pool(redis.ConnectionPool(connection_class=kind, **own)) as one:
+            yield one
+
+
+def refuse_cluster(client: redis.Redis, key: str) -> None:
+    """Refuse a cluster as the place of RQ's jobs: their keys lie in several slots.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    try:
+        about: Any = client.info("cluster")
+    except ResponseError:  # we may not ask
+        return
+    if about.get("cluster_enabled"):
+        raise ConfigError(
+            f"{key} is a cluster, which RQ cannot use for the jobs of isolated rewards: set rq.url "
+            "to a server that is none (a small one of its own is enough)"
+        )
 
 
 def connection_options(url: str, ca: str | None, connect_timeout_s: float) -> dict[str, Any]:

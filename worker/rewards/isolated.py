@@ -18,7 +18,7 @@ import redis
 import structlog
 
 from rollstream.errors import RewardFault
-from rollstream.queue.connection import Reach
+from rollstream.queue.connection import Reach, refuse_cluster
 
 from ..bounded import in_thread
 from .judges import MAX_ANSWER_CHARS, MAX_JUDGEMENT_BYTES, QUEUE, inbox_key
@@ -56,6 +56,7 @@ class Isolated:
         self._jobs = Reach(rq_url or redis_url, "", ca=ca).blocking_client(
             socket_timeout=_SOCKET_TIMEOUT_S
         )
+        self._jobs_key = "rq.url" if rq_url else "redis.url"
         self._queue: Any = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._tokens = itertools.count(1)
@@ -64,6 +65,15 @@ class Isolated:
         self._closing = False
         self.num_strays = 0
         """Judgements that came for a token nobody waits for."""
+
+    async def check(self) -> None:
+        """Refuse a place for jobs that RQ cannot use; one that is away is waited for later.
+
+        Raises:
+            ConfigError: it is a cluster.
+        """
+        with contextlib.suppress(redis.RedisError, OSError):
+            await in_thread(refuse_cluster, self._jobs, self._jobs_key)
 
     async def judge(self, name: str, answer: str, label: str) -> float:
         """Return the reward that the judge `name` gives.

@@ -123,7 +123,9 @@ class RewardScorer:
         self._judge = self._judge_of(table.kind)
 
     async def start(self) -> None:
-        """Import reasoning-gym in the background, where it is asked for."""
+        """Import reasoning-gym in the background, where it is asked for; check where jobs go."""
+        if self._isolated is not None:
+            await self._isolated.check()
         if self._table.kind == "reasoning_gym":
             self._warming = asyncio.create_task(self._warm())
 

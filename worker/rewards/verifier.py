@@ -32,7 +32,7 @@ from rq.job import Job
 
 from rollstream import logs
 from rollstream.config import Loaded, run_app
-from rollstream.queue.connection import Reach
+from rollstream.queue.connection import Reach, refuse_cluster
 
 from .judges import JUDGES, QUEUE, failure, inbox_key, judge, warm
 
@@ -190,6 +190,7 @@ def serve(loaded: Loaded) -> int:
 
     Raises:
         redis.RedisError: it cannot be reached at the start.
+        ConfigError: it is a cluster.
     """
     settings = loaded.settings
     logs.configure(settings.telemetry.log_format, settings.telemetry.log_level)
@@ -199,6 +200,7 @@ def serve(loaded: Loaded) -> int:
     JudgeJob.inboxes = Inboxes(settings.redis_url(), ca)
     connection = _connect(url, ca)
     connection.ping()
+    refuse_cluster(connection, "redis.url" if rq_url is None else "rq.url")
     signal.signal(signal.SIGTERM, _end)
     warm()
     gc.collect()

@@ -59,6 +59,12 @@ def answers(port: int) -> bool:
         return False
 
 
+def is_linked(server: DevServer) -> bool:
+    """Return whether a replica follows its master."""
+    with told(server.port) as client:
+        return bool(client.info("replication").get("master_link_status") == "up")
+
+
 def freeze(server: DevServer) -> None:
     """Stop its process as a hung machine would (SIGSTOP)."""
     assert server.process is not None
@@ -112,6 +118,7 @@ class Sentinel:
         return (
             found["num-other-sentinels"] >= num_sentinels - 1
             and found["num-slaves"] >= num_replicas
+            and found["flags"] == "master"
         )
 
     def kill(self) -> None:
@@ -152,7 +159,7 @@ class Watched:
         second.start()
         with told(second.port) as client:
             client.replicaof("127.0.0.1", first.port)
-        wait_until(lambda: self._is_linked(second))
+        wait_until(lambda: is_linked(second))
         for _ in range(self._num):
             self.sentinels.append(Sentinel(first.port, self._num // 2 + 1, *self._lines))
         for sentinel in self.sentinels:
@@ -161,10 +168,18 @@ class Watched:
         wait_until(lambda: all(one.knows(self._num, 1) for one in self.sentinels))
         return self
 
-    @staticmethod
-    def _is_linked(server: DevServer) -> bool:
-        with told(server.port) as client:
-            return bool(client.info("replication").get("master_link_status") == "up")
+    def heal(self) -> None:
+        """Start what is dead, wake what is frozen, and wait until there is a replica again."""
+        for server in self.servers:
+            if server.process is not None and server.process.poll() is not None:
+                server.start()
+            else:
+                thaw(server)
+        wait_until(lambda: sorted(map(role_of, self.servers)) == ["master", "slave"], 20)
+        (replica,) = (server for server in self.servers if role_of(server) == "slave")
+        wait_until(lambda: is_linked(replica))
+        # No failover begins before the last one is forgotten by all.
+        wait_until(lambda: all(one.knows(self._num, 1) for one in self.sentinels), 15)
 
     def wait_failed_over(self, before: DevServer) -> DevServer:
         """Wait for another master than `before`, and return it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from examples.devserver import DevServer
+from examples.devserver import DevServer, free_port
 from rollstream.config import load_settings
 from rollstream.queue import calls
 from rollstream.queue.queue import Queue
@@ -27,10 +27,16 @@ from tests.integration.worker.processes import start
 from .servers import MASTER, Watched, freeze, role_of, thaw, told
 
 
+@pytest.fixture(scope="module")
+def topology() -> Iterator[Watched]:
+    with Watched() as watched:
+        yield watched
+
+
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    with Watched() as topology:
-        yield topology
+def watched(topology: Watched) -> Watched:
+    topology.heal()
+    return topology
 
 
 class Trainer(threading.Thread):
@@ -217,11 +223,15 @@ def test_sentinels_that_know_no_such_master_are_named(watched: Watched, run_name
     assert "knows no such master" in str(caught.value)
 
 
-def test_a_dead_sentinel_is_passed(watched: Watched, run_name: str) -> None:
-    watched.sentinels[0].kill()
-    os.kill(watched.sentinels[1].process.pid, signal.SIGSTOP)
-    with Backstage(watched.url, run_name) as backstage:
-        assert backstage.open().enqueue(0) == ["new"]
+def test_a_dead_and_a_frozen_sentinel_are_passed(watched: Watched, run_name: str) -> None:
+    dead, frozen = free_port(), watched.sentinels[0].process.pid
+    url = watched.url.replace("sentinel://", f"sentinel://127.0.0.1:{dead},")
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        with Backstage(url, run_name) as backstage:
+            assert backstage.open().enqueue(0) == ["new"]
+    finally:
+        os.kill(frozen, signal.SIGCONT)
 
 
 def test_a_server_on_its_own_is_no_sentinel(run_name: str) -> None:

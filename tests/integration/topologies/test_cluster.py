@@ -1,0 +1,185 @@
+"""Three masters of a cluster: one run works through from any node, and through a moving slot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from rollstream.cli.__main__ import main
+from rollstream.queue import calls
+from rollstream.queue.keys import prefix
+from rollstream.queue.queue import Queue
+from rollstream.stream import GroupStream
+from tests.backstage import Backstage, wait_until
+from tests.integration.producer.scene import producing, rows_file, settings_of
+from tests.integration.worker.parts import Parts
+from tests.integration.worker.processes import start
+
+from .servers import Cluster, told
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as topology:
+        yield topology
+
+
+@pytest.fixture
+def elsewhere(cluster: Cluster, run_name: str) -> str:
+    """URL of a node that does not own the run's slot."""
+    return cluster.others(f"{prefix(run_name)}m")[0].url
+
+
+async def test_a_run_works_through_from_a_node_that_does_not_own_it(
+    cluster: Cluster, elsewhere: str, run_name: str, tmp_path: Path
+) -> None:
+    settings = settings_of(elsewhere, run_name, rows_file(tmp_path, 12))
+    queue = Queue.connect(elsewhere, run_name)
+    async with producing(settings):
+        parts = Parts(queue)
+        parts.start()
+
+        def train() -> list[int]:
+            with GroupStream.connect(elsewhere, run=run_name) as stream:
+                trained = []
+                for batch in stream.batches(groups=4, timeout_s=15):
+                    batch.ack()
+                    trained += batch.group_indexes
+                assert stream.metrics()["stream/rollbacks"] == 0
+                return trained
+
+        assert sorted(await asyncio.to_thread(train)) == list(range(12))
+        await parts.stop()
+    assert (await queue.counters())["acked"] == 12
+    assert (await queue.call(calls.audit(deep=True))).problems == []
+    await queue.aclose()
+    for server in cluster.others(f"{prefix(run_name)}m"):
+        with told(server.port) as client:
+            assert client.execute_command("DBSIZE") == 0
+
+
+def test_a_slot_that_moves_is_followed_and_the_run_is_away_until_it_has_moved(
+    cluster: Cluster, elsewhere: str, run_name: str
+) -> None:
+    key = f"{prefix(run_name)}m"
+    with Backstage(elsewhere, run_name) as backstage:
+        backstage.open().finish(0, 1)
+        with GroupStream.connect(elsewhere, run=run_name) as stream:
+            first = stream.next_batch(1, 10)
+            assert first is not None
+            source, target = cluster.owner(key), cluster.others(key)[1]
+            cluster.begin_move(key, target)
+            # The new node has none of the run's keys yet: a script would find no run there.
+            with pytest.raises(redis.ConnectionError, match="ASK"):
+                backstage.enqueue(2)
+            with pytest.raises(redis.ConnectionError, match="ASK"):
+                backstage.open()
+            cluster.end_move(key, source, target)
+            first.ack()
+            assert backstage.enqueue(2) == ["new"]
+            backstage.work()
+            backstage.end_of_data()
+            (rest,) = [b.group_indexes for b in stream.batches(groups=2, timeout_s=10)]
+        assert first.group_indexes + rest == [0, 1, 2]
+        assert backstage.queue.call(calls.audit(deep=True)).problems == []
+    with told(source.port) as client:
+        assert client.execute_command("DBSIZE") == 0
+
+
+async def test_the_replay_arrives_when_a_consumer_is_killed_in_a_cluster(
+    elsewhere: str, run_name: str
+) -> None:
+    """taskiq-python/taskiq-redis#130: the cluster variant never recovers what was not acked."""
+    with Backstage(elsewhere, run_name, lease_ms=500) as backstage:
+        backstage.open().enqueue(0)
+        assert len(backstage.lease()) == 2  # by a worker that is never heard of again
+        queue = Queue.connect(elsewhere, run_name)
+        parts = Parts(queue)
+        parts.start()
+        backstage.end_of_data()
+
+        def train() -> list[int]:
+            with GroupStream.connect(elsewhere, run=run_name) as stream:
+                taken = stream.next_batch(1, 10)  # a trainer that dies with it
+                assert taken is not None
+            with GroupStream.connect(elsewhere, run=run_name) as stream:
+                batches = []
+                for batch in stream.batches(groups=1, timeout_s=10):
+                    batch.ack()
+                    batches += batch.group_indexes
+                return batches
+
+        assert await asyncio.to_thread(train) == [0]
+        assert (await queue.counters())["crashes"] == 2
+        await parts.stop()
+        await queue.aclose()
+
+
+async def test_a_cancelled_call_leaves_no_reply_in_a_cluster(elsewhere: str, run_name: str) -> None:
+    queue = Queue.connect(elsewhere, run_name)
+    with Backstage(elsewhere, run_name) as backstage:
+        backstage.open()
+    for number in range(100):
+        task = asyncio.create_task(queue.call(calls.set_budget("cap", number + 1)))
+        for _ in range(number % 11):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (await queue.call(calls.beat("w", [f"x{number}"]))).lost == [f"x{number}"]
+    await queue.aclose()
+
+
+def test_the_owner_is_found_through_another_node_when_the_first_one_is_gone(run_name: str) -> None:
+    key = f"{prefix(run_name)}m"
+    with Cluster() as cluster:
+        seed, _ = cluster.others(key)
+        with Backstage(seed.url, run_name) as backstage:
+            backstage.open().enqueue(0)
+            owner = cluster.owner(key)
+            seed.kill()
+            backstage.queue.client.connection_pool.disconnect()
+            assert backstage.enqueue(1) == ["new"]
+            # The owner dies and comes back: asked for at a node that knows, then found again.
+            owner.kill()
+            with pytest.raises(redis.RedisError):
+                backstage.enqueue(2)
+            owner.start()
+
+            def enqueued() -> bool:
+                try:
+                    return backstage.enqueue(2) in (["new"], ["dup"])
+                except redis.RedisError:
+                    return False
+
+            wait_until(enqueued, 10)
+
+
+def test_commands_of_people_reach_a_run_of_a_cluster(
+    elsewhere: str, run_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Backstage(elsewhere, run_name) as backstage:
+        backstage.open().enqueue(0)
+        assert main(["runs", "--redis", elsewhere]) == 0
+        assert f"{run_name}: running, 1 groups live" in capsys.readouterr().out
+        assert main(["audit", "--redis", elsewhere, "--run", run_name]) == 0
+        command = ["runs", "--redis", elsewhere, "--remove", run_name, "--yes", "--force"]
+        assert main(command) == 0
+        assert f"removed run {run_name}" in capsys.readouterr().out
+        assert backstage.keys() == {}
+
+
+def test_the_verifier_says_that_rq_needs_a_server_of_its_own(
+    elsewhere: str, valkey_url: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    process = start("worker.rewards.verifier", "--redis.url", elsewhere, log=log)
+    try:
+        assert process.wait(15) == 2
+    finally:
+        process.kill()
+    assert "rq.url" in log.read_text()
+    assert "cluster" in log.read_text()
