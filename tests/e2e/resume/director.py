@@ -31,13 +31,15 @@ READY_S = 30.0
 CALM_LIMIT_S = 120.0
 """How long the end may take once nothing is killed any more."""
 ZOMBIE_LIMIT_S = 60.0
+MEAN_PEACE_S = 1.7
+"""Between two faults: long enough for a trainer to be far behind its last checkpoint."""
 FATED = 0.6
 """Share of trainers that end at a point of their own loop."""
 FROZEN = 0.3
 """Share of those that freeze there; the others die."""
 PASSES = {
-    Point.CONNECTED: 1, Point.HANDED_OUT: 10, Point.TRAINED: 10, Point.ACKED: 10,
-    Point.STATE_TAKEN: 4, Point.WRITTEN: 4, Point.SAVED: 4,
+    Point.CONNECTED: 1, Point.HANDED_OUT: 30, Point.TRAINED: 30, Point.ACKED: 30,
+    Point.STATE_TAKEN: 10, Point.WRITTEN: 10, Point.SAVED: 10,
 }  # fmt: skip
 """How often a fated trainer passes its point at most."""
 
@@ -107,7 +109,7 @@ class Director:
                 self._look_after_zombies(now)
                 if now >= next_fault and now < self._calm_mono_s:
                     self._break_something(now)
-                    next_fault = now + min(5.0, max(0.2, self._rng.expovariate(1 / 1.5)))
+                    next_fault = now + min(5.0, max(0.2, self._rng.expovariate(1 / MEAN_PEACE_S)))
                 if now > self._calm_mono_s + CALM_LIMIT_S:
                     raise Broken(f"no end within {CALM_LIMIT_S:.0f} s of calm\n{self._tails()}")
             return self._line.newest
@@ -212,12 +214,12 @@ class Director:
     # --- what breaks ---------------------------------------------------------------------------
     def _break_something(self, now: float) -> None:
         breaks: list[tuple[int, Callable[[float], None]]] = [
-            (20, self._kill_trainer),
+            (15, self._kill_trainer),
             (10, self._freeze_trainer),
-            (15, self._kill_producer),
-            (15, self._kill_worker),
-            (35, self._kill_redis),
-            (5, self._kill_everything),
+            (10, self._kill_producer),
+            (10, self._kill_worker),
+            (45, self._kill_redis),
+            (4, self._kill_everything),
         ]
         weights = [weight for weight, _ in breaks]
         self._rng.choices([action for _, action in breaks], weights)[0](now)
@@ -238,7 +240,7 @@ class Director:
         self._kill(worker, "worker", now, self._rng.uniform(0.0, 1.0))
 
     def _kill_redis(self, now: float) -> None:
-        """Kill Redis; half of the time with somebody who would have told it what it forgets."""
+        """Kill Redis; sometimes with somebody who would have told it what it forgets."""
         if self._redis_is_down:
             return
         self._redis_is_down = True
@@ -246,9 +248,9 @@ class Director:
         self.kills["redis"] += 1
         self.memories[memory] += 1
         self.storage.kill(memory, self._rng.uniform(0.05, 1.5))
-        if self._rng.random() < 0.4:
-            self._kill_trainer(now)
         if self._rng.random() < 0.3:
+            self._kill_trainer(now)
+        if self._rng.random() < 0.2:
             self._kill_producer(now)
         self._later(now, self._rng.uniform(0.02, 1.0), self._start_redis)
 
