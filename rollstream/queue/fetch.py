@@ -125,13 +125,18 @@ def _deliver_some(
         return Delivery([], [], taken=True)
     if "ok" in answers:
         yield from _go_on(reading, replies[1:])
-    # Its state is read behind its bodies: between two commands an abort may have dropped it.
+    # Its state is read behind its bodies: between two commands an abort may have dropped it. And an
+    # entry that the group does not name is a copy, or of an earlier life: its n may be wrong.
     answers = [
-        "gone" if answer == "ok" and group.state != "delivered" else answer
-        for answer, group in zip(answers, found, strict=True)
+        "gone" if answer == "ok" and not _is_entry_of(group, entry) else answer
+        for answer, group, entry in zip(answers, found, entries, strict=True)
     ]
     held = [g if answer == "ok" else None for answer, g in zip(answers, found, strict=True)]
     return Delivery(answers, held)
+
+
+def _is_entry_of(group: StoredGroup, entry: StreamEntry) -> bool:
+    return group.state == "delivered" and group.ready_id == entry.message_id
 
 
 def _read_whole(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollstream.queue import calls
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage
@@ -49,9 +51,19 @@ def test_groups_that_a_deleted_consumer_had_taken_reach_the_next_trainer(
     assert run.queue.call(calls.audit(deep=True)).problems == []
 
 
-def test_a_copied_entry_trains_its_group_once_and_whole(run: Backstage, connect: Connect) -> None:
+@pytest.mark.parametrize("n", [1, 4, 9])
+def test_an_entry_that_somebody_copied_trains_its_group_once_and_whole(
+    run: Backstage, connect: Connect, n: int
+) -> None:
+    """With another n it was trained with one of its four samples."""
+    for gid in ("0", "1"):
+        run.queue.client.xadd(f"{run.queue.prefix}ready", {"g": gid, "n": n})
     run.finish(0, 1, n=4)
-    for entry in ({"g": "0", "n": "4"}, {"g": "1", "n": "4"}):
-        run.queue.client.xadd(f"{run.queue.prefix}ready", entry)
+    for gid in ("0", "1"):
+        run.queue.client.xadd(f"{run.queue.prefix}ready", {"g": gid, "n": n})
     run.end_of_data()
-    assert train_all(connect()) == [0, 1]
+    trained = []
+    for batch in connect().batches(groups=2, timeout_s=8):
+        trained += [(group.group_index, len(group.samples)) for group in batch.groups]
+        batch.ack()
+    assert sorted(trained) == [(0, 4), (1, 4)]
