@@ -95,13 +95,16 @@ class Bench:
 
     def sweep(self) -> SweepAnswer:
         """Sweep until no page is full; return what all pages did."""
-        total = [0] * 5
+        total = [0] * 6
         while True:
             page = self.call(calls.sweep(SWEEP_PAGE))
-            did = (page.expired, page.promoted, page.deadlines, page.evicted, page.aborted)
+            did = (page.expired, page.promoted, page.deadlines, page.evicted, page.aborted,
+                   page.vanished)  # fmt: skip
             total = [a + b for a, b in zip(total, did, strict=True)]
             if not page.more:
-                return SweepAnswer(False, *total, grace=page.grace, lost=page.lost)
+                return SweepAnswer(
+                    False, *total[:5], grace=page.grace, lost=page.lost, vanished=total[5]
+                )
 
     # --- the life of a group -------------------------------------------------------------------
     def enqueue(self, *ids: int | str, n: int = 2, **options: Any) -> list[str]:
@@ -145,7 +148,9 @@ class Bench:
         if state in ("queued", "open"):
             self.enqueue(gid, n=n)
             if state == "open":
-                assert [lease.group_index for lease in self.lease(limit=1)] == [str(gid)]
+                assert [lease.group_index for lease in self.lease(limit=1)] == [str(gid)], (
+                    "others were waiting"
+                )
         elif state == "full":
             self.full(gid, n)
         else:

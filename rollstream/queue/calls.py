@@ -129,6 +129,8 @@ class SweepAnswer:
     """An outage was seen less than a lease ago; nothing expires."""
     lost: bool = False
     """There is no such run."""
+    vanished: int = 0
+    """Groups whose keys were evicted or deleted by hand; they are enqueued again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ def _parse_sweep(answer: Any) -> SweepAnswer:
     numbers = [int(value) for value in answer]
     if numbers[0] < 0:
         return SweepAnswer(more=False, lost=True)
-    more, expired, promoted, deadlines, evicted, aborted, grace = numbers
+    more, expired, promoted, deadlines, evicted, aborted, grace, vanished = numbers
     return SweepAnswer(
         more=bool(more),
         expired=expired,
@@ -323,6 +325,7 @@ def _parse_sweep(answer: Any) -> SweepAnswer:
         evicted=evicted,
         aborted=aborted,
         grace=bool(grace),
+        vanished=vanished,
     )
 
 

@@ -1,6 +1,6 @@
 -- complete: results of trajectories that ended; the last of a group makes it full.
 -- argv: (gid member token header body text)*
--- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, full STREAM, dl ZSET, m HASH, c HASH
+-- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, full STREAM, dl ZSET, m HASH, c HASH, vanished HASH
 -- group: last_member_ended
 -- member: completed failed_finally
 -- answer: per member: members left | dup | fenced | too_large
@@ -12,9 +12,10 @@ local max_bytes = nil
 local function land(gid, i, token, header, body, text)
   local g = group_key(gid)
   if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then
-    return call('HGET', g, 'f' .. i) == token and 'dup' or 'fenced'
+    return group_values(g, 'f' .. i)[1] == token and 'dup' or 'fenced'
   end
-  local row = call('HMGET', g, 'state', 'left', 'k' .. i, 'bytes')
+  local row = group_values(g, 'state', 'left', 'k' .. i, 'bytes')
+  if not row[1] then met_vanished(gid) end
   if row[1] ~= 'open' then return 'fenced' end
   local size = #header + #body + #text
   max_bytes = max_bytes or tonumber(call('HGET', M, 'max_body') or math.huge)

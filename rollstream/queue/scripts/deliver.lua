@@ -1,6 +1,6 @@
 -- deliver: the trainer takes groups in hand; staleness is judged once more.
 -- argv: consumer gid*
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
 -- group: handed_out dropped
 -- member: -
 -- answer: taken | per group: ok | stale (dropped here) | gone
@@ -13,7 +13,7 @@ local answer, max_stale = {}, tonumber(run.max_stale or -1)
 
 local function hand_out(gid)
   local g = group_key(gid)
-  local row = read(g, 'state', 'version')
+  local row = read_group(g, 'state', 'version')
   if row.state ~= 'ready' and row.state ~= 'delivered' then return 'gone' end
   local version = tonumber(run.version)
   if max_stale >= 0 and version - tonumber(row.version or version) > max_stale then
@@ -21,9 +21,10 @@ local function hand_out(gid)
     return 'stale'
   end
   if row.state == 'ready' then
-    call('HSET', g, 'state', 'delivered')
     call('ZREM', K .. 'age', gid)
-    call('HINCRBY', M, 'delivered', 1)
+    call('HSET', g, 'state', 'delivered')
+    -- Told apart from the live training groups: that is how a trainer knows that nothing is left.
+    if not is_evaluation(gid) then call('HINCRBY', M, 'delivered', 1) end
   end
   return 'ok'
 end

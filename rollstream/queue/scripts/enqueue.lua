@@ -1,13 +1,13 @@
 -- enqueue: one prompt group and its n members wait for leases.
 -- argv: gid n priority timeout_ms prompt
--- keys: m HASH, cur STRING, g:<gid> HASH, gs SET, ge SET, q ZSET, c HASH, bell LIST
+-- keys: m HASH, cur STRING, g:<gid> HASH, gs SET, ge SET, q ZSET, c HASH, bell LIST, vanished HASH
 -- creates: open queued
 -- group: -
 -- member: -
 -- answer: new | dup | done | full | wait frontier | the state of a run that takes none | lost
 -- repeat: dup (done, once the group ended), nothing is written
 -- memory: refused on purpose (the only script that is); answers full
--- uses: queueing frontier
+-- uses: queueing frontier damage
 local PRIORITY_STEP = 1099511627776 -- 2^40 groups of one priority before the next begins
 local gid, n, priority, timeout_ms, prompt = unpack(ARGV)
 local run = read(M, 'state', 'cap', 'frontier', 'base', 'W')
@@ -26,10 +26,14 @@ if type(seq) == 'table' then
   if string.find(seq.err, 'OOM', 1, true) then return {'full', 'memory'} end
   return seq
 end
+-- A live group without a hash: the walk of the next sweeps ends it, then its id comes again.
+if call('SADD', K .. (id and 'gs' or 'ge'), gid) == 0 then
+  walk_to(gid)
+  return {'dup'}
+end
 local score = int(tonumber(priority) * PRIORITY_STEP + seq)
 call('HSET', g, 'n', n, 'left', n, 'state', 'open', 'score', score, 'timeout_ms', timeout_ms,
   'prompt', prompt, 'life', 0)
-call('SADD', K .. (id and 'gs' or 'ge'), gid)
 call('HINCRBY', K .. 'c', id and 'enqueued' or 'e.enqueued', 1)
 queue_members(gid, n, score)
 return {'new'}

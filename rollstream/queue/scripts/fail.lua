@@ -1,6 +1,6 @@
 -- fail: infrastructure ended a trajectory; the member is tried again, given back, or fails for good.
 -- argv: gid member token kind(retry|final|back) reason error delay_ms
--- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, d ZSET, full STREAM, dl ZSET, c HASH, bell LIST
+-- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, d ZSET, full STREAM, dl ZSET, c HASH, bell LIST, vanished HASH
 -- group: last_member_ended
 -- member: sent_back sent_back_later failed_finally
 -- answer: again | back | failed | fenced
@@ -9,7 +9,9 @@
 local gid, i, token, kind, reason, text, delay_ms = unpack(ARGV)
 local g = group_key(gid)
 if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then return 'fenced' end
-if call('HGET', g, 'state') ~= 'open' then return 'fenced' end
+local state = group_values(g, 'state')[1]
+if not state then met_vanished(gid) end
+if state ~= 'open' then return 'fenced' end
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
   'max_attempts')
 local delay = tonumber(delay_ms)

@@ -1,6 +1,6 @@
 -- lease: a worker gets members to run, each under a token that no other call ever made.
 -- argv: worker call_no limit
--- keys: m HASH, w ZSET, wl HASH, ws HASH, q ZSET, s ZSET, d ZSET, l ZSET, g:<gid> HASH, b:<gid> HASH, dl ZSET, age ZSET, full STREAM, c HASH, bell LIST
+-- keys: m HASH, w ZSET, wl HASH, ws HASH, q ZSET, s ZSET, d ZSET, l ZSET, g:<gid> HASH, b:<gid> HASH, dl ZSET, age ZSET, full STREAM, c HASH, bell LIST, vanished HASH
 -- group: last_member_ended
 -- member: leased came_due failed_finally
 -- answer: state version control_seq [gid n remaining_ms prompt (member token attempts crashes parked_bytes)*]* | old | lost
@@ -108,7 +108,8 @@ local function lease_group(gid)
     names[#names + 1] = 'x' .. i
     names[#names + 1] = 'k' .. i
   end
-  local values = call('HMGET', g, unpack(names))
+  local values = group_values(g, unpack(names))
+  if not values[1] and not repeated then met_vanished(gid) end
   if values[1] ~= 'open' then return nil end
   local deadline, timeout_ms = tonumber(values[3]), tonumber(values[4])
   if not repeated then

@@ -5,7 +5,7 @@
 -- member: -
 -- answer: created state | same state | mismatch schema fingerprint
 -- repeat: same, with the budgets set once more to the same values
--- uses: clock control
+-- uses: clock control streams
 local schema, fingerprint = ARGV[1], ARGV[2]
 permit_full_memory()
 local run = read(M, 'schema', 'fingerprint', 'state')
@@ -22,7 +22,5 @@ local changed = false
 for j = 3, #ARGV, 2 do changed = changed or call('HGET', M, ARGV[j]) ~= ARGV[j + 1] end
 if changed then call('HSET', M, unpack(ARGV, 3)) end
 if changed and run.state then announce('set', 'open') end -- workers beat by the lease that they read
--- Each may be missing where the other is there (a key that was deleted by hand); BUSYGROUP is fine.
-redis.pcall('XGROUP', 'CREATE', K .. 'full', 'aggregators', '0', 'MKSTREAM')
-redis.pcall('XGROUP', 'CREATE', K .. 'ready', 'trainer', '0', 'MKSTREAM')
+make_streams()
 return {run.state and 'same' or 'created', run.state or 'running'}

@@ -1,6 +1,6 @@
 -- park: a trajectory stops half-way and waits with what it has; no budget is charged.
 -- argv: gid member token body
--- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, full STREAM, dl ZSET, c HASH, bell LIST
+-- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, full STREAM, dl ZSET, c HASH, bell LIST, vanished HASH
 -- group: last_member_ended
 -- member: parked failed_finally
 -- answer: parked | fenced | too_large (the member failed: its result would be larger still)
@@ -9,13 +9,15 @@
 local gid, i, token, body = unpack(ARGV)
 local g = group_key(gid)
 if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then return 'fenced' end
-if call('HGET', g, 'state') ~= 'open' then return 'fenced' end
+local state = group_values(g, 'state')[1]
+if not state then met_vanished(gid) end
+if state ~= 'open' then return 'fenced' end
 local max_bytes = tonumber(call('HGET', M, 'max_body') or math.huge)
 if #body > max_bytes then
   fail_member(gid, g, i, 'too_large', too_large_text(#body, max_bytes))
   return 'too_large'
 end
-call('HSET', g, 'k' .. i, #body)
+call('HSET', g, 'k' .. i, #body, 'parked', 1)
 call('HSET', body_key(gid), 'p' .. i, body)
 call('HINCRBY', K .. 'c', 'parked', 1)
 send_back(gid, g, i)

@@ -1,6 +1,6 @@
 -- requeue: a live group begins anew under the same id: budgets, deadline, version and results are new.
 -- argv: gid life reason
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, bell LIST
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, bell LIST, vanished HASH
 -- group: requeued
 -- member: requeued
 -- answer: requeued | gone | other (its life is another one) | exhausted (max_requeues) | lost
@@ -11,7 +11,7 @@ permit_full_memory()
 local run = read(M, 'state', 'max_requeues')
 if not run.state then return 'lost' end
 local g = group_key(gid)
-local row = read(g, 'state', 'n', 'full_id', 'ready_id', 'score', 'timeout_ms', 'prompt', 'life')
+local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'score', 'timeout_ms', 'prompt', 'life')
 if not row.state then return 'gone' end
 if row.life ~= life then return 'other' end
 if tonumber(life) >= tonumber(run.max_requeues or 1) then return 'exhausted' end

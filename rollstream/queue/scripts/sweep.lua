@@ -1,12 +1,13 @@
 -- sweep: moves the queue clock and does one page of everything that came due.
 -- argv: page
--- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, bell LIST, room LIST, ctl STREAM
+-- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, bell LIST, room LIST, ctl STREAM, vanished HASH
 -- group: dropped last_member_ended
 -- member: came_due sent_back failed_finally group_ended
--- answer: more expired promoted deadlines evicted aborted grace | -1 (no such run)
+-- answer: more expired promoted deadlines evicted aborted grace vanished | -1 (no such run)
 -- repeat: the next page
--- uses: clock member ending control
+-- uses: clock member looking
 local STALE_PAGE, ABORT_PAGE = 16, 16
+local MAX_ENDED = 512      -- members of groups that one page drops
 local FORGET_LEASES = 4    -- a process unseen for so many leases is no longer present
 local page = tonumber(ARGV[1])
 permit_full_memory()
@@ -40,7 +41,9 @@ local function expire_leases()
     call('ZREM', K .. 'l', lease_id)
     local gid, i, token = split_lease(lease_id)
     local g = group_key(gid)
-    if call('HGET', g, 'state') == 'open' then
+    local state = group_values(g, 'state')[1]
+    if not state then met_vanished(gid) end
+    if state == 'open' then
       local crashes = call('HINCRBY', g, 'x' .. i, 1)
       expired = expired + 1
       if crashes >= tonumber(run.max_crashes) then
@@ -74,7 +77,7 @@ local function end_deadlines()
   for _, gid in ipairs(due) do
     if work >= page then more = 1; break end
     local g = group_key(gid)
-    local row = read(g, 'state', 'n')
+    local row = read_group(g, 'state', 'n')
     call('ZREM', K .. 'dl', gid)
     if row.state == 'open' then
       fail_unfinished(gid, g, tonumber(row.n))
@@ -86,27 +89,43 @@ local function end_deadlines()
   return ended
 end
 
+-- Drops groups until their members make a call long enough; the next page does the rest.
+local function end_groups(gids, reason, detail, keep_id)
+  local ended, members = 0, 0
+  for _, gid in ipairs(gids) do
+    if members >= MAX_ENDED then more = 1; break end
+    if call('EXISTS', group_key(gid)) == 1 then
+      members = members + (end_group(gid, 'dropped', reason, detail, keep_id) or 0)
+      ended = ended + 1
+    else
+      walk_to(gid) -- it ends when nothing of it is left
+    end
+  end
+  return ended
+end
+
 local function evict_stale()
   local max_stale = tonumber(run.max_stale or -1)
   if max_stale < 0 then return 0 end
   local oldest = int(tonumber(run.version) - max_stale)
   local stale = call('ZRANGEBYSCORE', K .. 'age', '-inf', '(' .. oldest, 'LIMIT', 0, STALE_PAGE)
-  for _, gid in ipairs(stale) do end_group(gid, 'dropped', 'stale', 'while it was running') end
-  return full_page(#stale, STALE_PAGE)
+  full_page(#stale, STALE_PAGE)
+  return end_groups(stale, 'stale', 'while it was running', false)
 end
 
 local function abort_groups()
   if run.state ~= 'aborting' then return 0 end
   local groups = call('SRANDMEMBER', K .. 'gs', ABORT_PAGE)
   for _, gid in ipairs(call('SRANDMEMBER', K .. 'ge', ABORT_PAGE)) do groups[#groups + 1] = gid end
-  for _, gid in ipairs(groups) do end_group(gid, 'dropped', 'run_aborted', '', true) end
   if #groups > 0 then
     more = 1
-  else
+    return end_groups(groups, 'run_aborted', '', true)
+  end
+  if call('EXISTS', K .. 'vanished') == 0 then
     call('HSET', M, 'state', 'ended')
     announce('ended')
   end
-  return #groups
+  return 0
 end
 
 local function forget_absent()
@@ -130,4 +149,5 @@ local deadlines = end_deadlines()
 local evicted = evict_stale()
 local aborted = abort_groups()
 forget_absent()
-return {more, expired, promoted, deadlines, evicted, aborted, in_grace and 1 or 0}
+if look(clock, lease_ms / 2) then more = 1 end
+return {more, expired, promoted, deadlines, evicted, aborted, in_grace and 1 or 0, num_vanished}

@@ -1,6 +1,6 @@
 -- verdict: the aggregator's judgement of a full group.
 -- argv: gid full_id keep|drop reason detail (member header)*
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, full STREAM, ready STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, full STREAM, ready STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
 -- group: kept dropped
 -- member: -
 -- answer: ready | dropped | noop
@@ -9,7 +9,7 @@
 local gid, message, judgement, reason, detail = unpack(ARGV, 1, 5)
 permit_full_memory()
 local g = group_key(gid)
-local row = read(g, 'state', 'full_id', 'n', 'bytes')
+local row = read_group(g, 'state', 'full_id', 'n', 'bytes')
 if row.state ~= 'full' or row.full_id ~= message then
   remove_entry('full', 'aggregators', message)
   return 'noop'

@@ -1,6 +1,6 @@
 -- withdraw: a group is not wanted any more (a user's wish), or `skip`: a row never becomes a group.
 -- argv: gid reason(withdrawn|skip)
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
 -- group: dropped
 -- member: group_ended
 -- answer: dropped | gone | held (the trainer has it); for skip also skipped | done | wait | lost
@@ -8,7 +8,7 @@
 -- uses: ending
 local gid, reason = ARGV[1], ARGV[2]
 permit_full_memory()
-if call('HGET', group_key(gid), 'state') == 'delivered' then return 'held' end
+if group_values(group_key(gid), 'state')[1] == 'delivered' then return 'held' end
 if end_group(gid, 'dropped', 'withdrawn', reason == 'skip' and 'bad row' or '') then
   return 'dropped'
 end

@@ -1,5 +1,5 @@
 -- ending: a group ends as acked or dropped, and nothing of it is left.
--- uses: wake frontier
+-- uses: wake frontier ids damage
 local CHUNK = 512       -- Lua unpacks at most some thousands of values
 local PAST_LENGTH = 1000
 local PAST_MEMBERS = 8  -- members whose header and error a drop's record keeps
@@ -46,35 +46,75 @@ local function remember_drop(gid, g, row, reason, detail)
   call('XADD', K .. 'past', 'MAXLEN', '~', PAST_LENGTH, '*', unpack(record))
 end
 
+-- Whether a group without a hash had been handed out: from its first lease until then it is in
+-- `age`, and before its first lease all its members are in `q`.
+local function was_delivered(gid)
+  local known = call('HGET', K .. 'vanished', gid)
+  if known then return known == 'delivered' end
+  return not is_evaluation(gid) and not call('ZSCORE', K .. 'age', gid)
+    and not call('ZSCORE', K .. 'q', gid .. ':0')
+end
+
+-- Takes out what is left of a group without a hash: it has to be looked for everywhere.
+local function take_out_traces(gid)
+  for set, pattern in pairs(GROUP_IN) do
+    local first = 0
+    repeat
+      local ids, found = call('ZRANGE', K .. set, first, first + CHUNK - 1), {}
+      for _, id in ipairs(ids) do
+        if string.match(id, pattern) == gid then found[#found + 1] = id end
+      end
+      if #found > 0 then call('ZREM', K .. set, unpack(found)) end
+      first = first + #ids - #found
+    until #ids < CHUNK
+  end
+  for stream, consumers in pairs({full = 'aggregators', ready = 'trainer'}) do
+    for _, entry in ipairs(call('XRANGE', K .. stream, '-', '+')) do
+      for j = 1, #entry[2], 2 do
+        if entry[2][j] == 'g' and entry[2][j + 1] == gid then
+          remove_entry(stream, consumers, entry[1])
+        end
+      end
+    end
+  end
+end
+
 -- Takes a live group from everywhere that refers to it, but for the set of live groups.
-local function take_out_group(gid, g, row)
+local function take_out_group(gid, g, row, no_traces)
+  local delivered = row.state == 'delivered'
   if row.state == 'open' then
     take_out_members(gid, g, tonumber(row.n))
   elseif row.state == 'full' then
     remove_entry('full', 'aggregators', row.full_id)
   elseif row.state then
     remove_entry('ready', 'trainer', row.ready_id)
-  end
-  if row.state == 'delivered' then
-    call('HINCRBY', M, 'delivered', -1)
   else
-    call('ZREM', K .. 'age', gid)
+    delivered = was_delivered(gid)
+    if not no_traces then take_out_traces(gid) end
+    call('HDEL', K .. 'vanished', gid)
   end
-  call('ZREM', K .. 'dl', gid)
+  if not delivered then
+    call('ZREM', K .. 'age', gid)
+  elseif not is_evaluation(gid) then
+    call('HINCRBY', M, 'delivered', -1)
+  end
+  -- Whatever made it full has taken it from there.
+  if row.state == 'open' or not row.state then call('ZREM', K .. 'dl', gid) end
 end
 
--- Ends a live group; false where it is not live. `keep_id` leaves its id free to come again.
-local function end_group(gid, outcome, reason, detail, keep_id)
+-- Ends a live group; false where it is not live, else its size. `keep_id` leaves its id free to
+-- come again; `no_traces`: its hash vanished, and what was left of it is taken out.
+local function end_group(gid, outcome, reason, detail, keep_id, no_traces)
   local evaluation = is_evaluation(gid)
   if call('SREM', K .. (evaluation and 'ge' or 'gs'), gid) == 0 then return false end
   local g = group_key(gid)
-  local row = read(g, 'state', 'n', 'full_id', 'ready_id', 'why')
-  take_out_group(gid, g, row)
+  local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'why')
+  take_out_group(gid, g, row, no_traces)
   if outcome == 'dropped' then remember_drop(gid, g, row, reason, detail) end
   call('UNLINK', g, body_key(gid))
   local counter = outcome == 'dropped' and 'dropped:' .. reason or outcome
   call('HINCRBY', K .. 'c', (evaluation and 'e.' or '') .. counter, 1)
   if not keep_id then mark_terminal(gid) end
   ring('room')
-  return true
+  return tonumber(row.n or 1)
 end

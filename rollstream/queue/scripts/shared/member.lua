@@ -1,9 +1,6 @@
 -- member: how a member waits again or fails for good, and how a group becomes full.
--- uses: wake
+-- uses: wake ids damage
 local SUSPECT_CRASHES = 2
-
-local function split_member(id) return string.match(id, '^(.*):(%d+)$') end
-local function split_lease(id) return string.match(id, '^(.*):(%d+):([^:]*)$') end
 
 local function group_full(gid, g)
   local row = call('HMGET', g, 'n', 'bytes')
@@ -46,10 +43,10 @@ end
 local function promote(clock, limit)
   local due = call('ZRANGEBYSCORE', K .. 'd', '-inf', int(clock), 'LIMIT', 0, limit)
   for _, id in ipairs(due) do
-    call('ZREM', K .. 'd', id)
     local gid, i = split_member(id)
     local g = group_key(gid)
-    if call('EXISTS', g) == 1 then send_back(gid, g, i) end
+    if call('EXISTS', g) == 1 then send_back(gid, g, i) else met_vanished(gid) end
+    call('ZREM', K .. 'd', id)
   end
   return #due
 end

@@ -1,0 +1,31 @@
+-- damage: the hash of a live group vanished (evicted, or deleted by hand). Whoever meets what is
+-- left of it says so here, and `sweep` walks over everything (`looking`) before it ends the group.
+local is_walk_new = false -- the walk begins anew, so no page of this call may move it on
+
+local function begin_walk()
+  call('HSET', M, 'cursor', 'gs 0')
+  is_walk_new = true
+end
+
+-- The group was met: whether it had been handed out is the walk's to find out.
+local function walk_to(gid)
+  if call('HEXISTS', K .. 'vanished', gid) == 0 then begin_walk() end
+end
+
+-- A member of the group was met, so nobody had it in hand. One that is known already is taken out by the walk under way.
+local function met_vanished(gid)
+  if call('HSETNX', K .. 'vanished', gid, 'open') == 1 then begin_walk() end
+end
+
+-- Values of a group's fields; none where its hash is gone, or its key is another program's.
+local function group_values(g, ...)
+  local values = redis.pcall('HMGET', g, ...)
+  return values.err and {} or values
+end
+
+-- The same by name.
+local function read_group(g, ...)
+  local values, row = group_values(g, ...), {}
+  for j, name in ipairs({...}) do row[name] = values[j] end
+  return row
+end
