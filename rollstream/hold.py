@@ -141,7 +141,8 @@ class Hold:
         while True:
             trouble: Exception | None = None
             try:
-                return action()
+                with self.queue.within(limit - time.monotonic()):
+                    return action()
             except REFUSALS as error:
                 raise StreamError(f"Redis refuses this client: {error}") from error
             except (Fenced, *OUTAGES) as error:

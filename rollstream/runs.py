@@ -78,7 +78,8 @@ def await_run(
         if interrupt.is_set():
             raise Interrupted
         try:
-            info = queue.info()
+            with queue.within(limit - time.monotonic()):
+                info = queue.info()
             if info is not None:
                 return info
         except REFUSALS as error:

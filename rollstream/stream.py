@@ -35,6 +35,8 @@ from rollstream.waiting import Wait
 
 log = logging.getLogger("rollstream.stream")
 
+METRICS_TIMEOUT_S = 2.0
+"""How long figures of a silent server are waited for."""
 ACK_TIMEOUT_S = 60.0
 """How long an ack outlasts a Redis outage."""
 
@@ -396,7 +398,8 @@ class GroupStream:
             "stream/rollbacks": hold.lineage.rollbacks,
         }
         try:
-            counters, depths = hold.queue.counters(), hold.queue.depths()
+            with hold.queue.within(METRICS_TIMEOUT_S):
+                counters, depths = hold.queue.counters(), hold.queue.depths()
         except OUTAGES:
             return figures
         figures["stream/dropped"] = 0

@@ -20,6 +20,8 @@ from rollstream.runs import OUTAGES, REFUSALS, damaged, is_damage, missing
 
 REPAGE_S = 1.0
 """A wait that was idle for this long reads the stream again from its start."""
+MIN_PATIENCE_S = 1.0
+"""However late it is: a busy server that answers is not silent."""
 TROUBLES = (Fenced, RunMissing, ResponseError, *OUTAGES)
 _NO_GROUP = "NOGROUP"
 
@@ -49,7 +51,8 @@ class Wait:
             StreamError: how the wait ends otherwise, see `GroupStream.batches`.
         """
         try:
-            ready = self._advance()
+            with self._hold.queue.within(self._patience_s()):
+                ready = self._advance()
         except REFUSALS as error:
             raise StreamError(f"Redis refuses this client: {error}") from error
         except TROUBLES as error:
@@ -64,13 +67,20 @@ class Wait:
         if self._entries or hold.intake.is_paging:
             return
         wanted = self._groups - len(hold.buffer)
+        block_s = min(MAX_WAIT_S, self._timeout_s)
         try:
-            self._entries = hold.intake.read_new(wanted, min(MAX_WAIT_S, self._timeout_s))
+            with hold.queue.within(block_s + self._patience_s()):
+                self._entries = hold.intake.read_new(wanted, block_s)
         except REFUSALS as error:
             raise StreamError(f"Redis refuses this client: {error}") from error
         except TROUBLES as error:
             self._outlast(error)
         self._idle = not self._entries
+
+    def _patience_s(self) -> float:
+        """Return how long an answer is waited for: a silent server is one that is away."""
+        left_s = self._timeout_s - (time.monotonic() - self._moved_mono_s)
+        return max(MIN_PATIENCE_S, left_s)
 
     def _advance(self) -> bool:
         hold = self._hold

@@ -60,8 +60,7 @@ def reached(args: argparse.Namespace, url: str, run: str) -> Iterator[BlockingQu
     """A queue whose outages are one line; a server that hangs is as good as none."""
     started = time.monotonic()
     with contextlib.closing(queue_of(args, url, run)) as queue:
-        # Three tries of the client share the bound.
-        queue.client.connection_pool.connection_kwargs["socket_timeout"] = args.timeout_s / 3
+        queue.client.connection_pool.connection_kwargs["socket_timeout"] = args.timeout_s
         try:
             yield queue
         except REFUSALS as error:
