@@ -111,7 +111,7 @@ class Rollout:
         with boundary(EnvFault):
             prompt = await self._book.prompt_of(work.group)
         key, member = work.group.key, sample.member
-        given = GenerateInput(
+        work.given = given = GenerateInput(
             sample=sample,
             sampling=work.group.sampling,
             engine=self._engine,

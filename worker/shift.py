@@ -46,6 +46,7 @@ from .work import (
 
 ABORTING = "aborting"
 """The state of a run whose groups are being dropped: nothing that it runs counts any more."""
+PAUSED = "paused"
 GATHER_S = 0.002
 """How long free slots wait for more of them while results are on their way."""
 BELL_WAIT_S = 0.5
@@ -191,14 +192,12 @@ class Shift:
             await self._wait(self._stopping, IDLE_WAIT_S)
 
     def _take(self, leased: LeasedGroup, now_mono: float, now_unix: float) -> None:
+        # The group's own deadline is the queue's business: its clock stands still in a pause and
+        # in an outage. When it has passed, the next beat reports the group's members lost.
         group = self._book.join(leased)
-        seconds = self._limits.sample_timeout_s
-        if leased.remaining_s is not None:
-            seconds = min(seconds, leased.remaining_s)
+        limit = now_mono + self._limits.sample_timeout_s
         for member in leased.members:
-            self._start(
-                Work(member.lease, group, member.attempts, now_unix, now_mono + seconds), member
-            )
+            self._start(Work(member.lease, group, member.attempts, now_unix, limit), member)
 
     def _start(self, work: Work, member: LeasedMember) -> None:
         if work.lease.id in self._works:
@@ -353,10 +352,18 @@ class Shift:
 
     # --- time ------------------------------------------------------------------------------------
     async def watch(self) -> None:
-        """Enforce deadlines, and take back the slots of attempts that ignore cancellation."""
+        """Enforce timeouts, and take back the slots of attempts that ignore cancellation.
+
+        While the run is paused no attempt's time goes on.
+        """
+        before = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             now = time.monotonic()
+            passed_s, before = now - before, now
+            if self._view.state == PAUSED:
+                for work in self._works.values():
+                    work.postpone(passed_s)
             for work in list(self._works.values()):
                 if work.ended:
                     continue

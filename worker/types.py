@@ -247,7 +247,8 @@ class GenerateInput:
     tools: Mapping[str, Tool]
     spans: SpanRecorder
     deadline: float
-    """`time.monotonic()` by which it must have returned; it is cancelled then."""
+    """`time.monotonic()` by which it must have returned; it is cancelled then. A pause of the run
+    moves it: read it anew before each wait."""
     prompt: PromptIds
     """The rendered prompt, shared by the group's members."""
     limits: Limits

@@ -28,7 +28,7 @@ from rollstream.sample import Sample
 
 from .sampling import Sampling
 from .telemetry.spans import SpanList
-from .types import GenerateFunction, Limits, Tool
+from .types import GenerateFunction, GenerateInput, Limits, Tool
 
 MAX_ERROR_CHARS = 2000
 
@@ -93,9 +93,12 @@ class Work:
     attempts: int
     leased_unix_s: float
     deadline_mono_s: float
+    """When `worker.sample_timeout_s` is over."""
     spans: SpanList = field(default_factory=SpanList)
     lifecycle: dict[str, float] = field(default_factory=dict)
     """Unix seconds of `attempt_start`, `gen_start`, `attempt_end`, as far as it got."""
+    given: GenerateInput | None = None
+    """What its generate function was given; its deadline moves with ours."""
     task: asyncio.Task[None] | None = None
     started: bool = False
     cause: Cause | None = None
@@ -105,6 +108,12 @@ class Work:
     sent: bool = False
     """Its result was written to Redis: it is no longer in the beat set."""
     submitted_mono_s: float = 0.0
+
+    def postpone(self, seconds: float) -> None:
+        """Move the deadline: for so long the run stood still."""
+        self.deadline_mono_s += seconds
+        if self.given is not None:
+            self.given.deadline = self.deadline_mono_s
 
     def cancel(self, cause: Cause) -> None:
         """Stop the attempt; the first cause counts."""
