@@ -39,7 +39,7 @@ def main() -> int:
     problems = report.problems()
     for line in (*problems, *report.findings):
         say(f"{line}")
-    if problems or report.findings:
+    if options.keep or not report.is_clean:
         say(f"everything is in {chaos.folder}")
     sys.stdout.write(f"{report.to_json() if options.json else report.for_people()}\n")
     return EXIT_WRONG if problems else 0

@@ -162,7 +162,7 @@ def tables(options: Options, rows: Path, engines: list[str]) -> dict[str, dict[s
         "model": {"tokenizer": str(VOCABULARY)},
         "engine": {
             "urls": engines,
-            "request_timeout_s": 2.5,
+            "request_timeout_s": 2.0,
             "connect_timeout_s": 1.0,
             "retry_backoff_s": 0.05,
             "retry_backoff_max_s": 0.5,
@@ -175,12 +175,12 @@ def tables(options: Options, rows: Path, engines: list[str]) -> dict[str, dict[s
             "capacity_groups": CAPACITY,
         },
         "worker": {
-            "concurrency": 24,
+            "concurrency": 16,
             "generate": "tests.e2e.chaos.faults:generate",
             "tools": ["calculator"],
             "max_turns": 4,
             "lease_s": LEASE_S,
-            "sample_timeout_s": 4.0,
+            "sample_timeout_s": 3.0,
             "retry_delay_s": 0.1,
             "max_body_bytes": 300_000,
             "drain_s": 3.0,
@@ -191,6 +191,6 @@ def tables(options: Options, rows: Path, engines: list[str]) -> dict[str, dict[s
             "group_timeout_s": 30.0,
         },
         "weights": {"max_staleness": MAX_STALENESS},
-        "reward": {"kind": "math", "isolated_share": 0.1, "timeout_s": 2.5},
+        "reward": {"kind": "math", "isolated_share": 0.1, "timeout_s": 2.0},
         "telemetry": {"metrics_host": "127.0.0.1"},
     }

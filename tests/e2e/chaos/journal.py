@@ -56,6 +56,10 @@ class Journal:
         """The iteration ended normally: everything was trained."""
         self._write({"ended": True})
 
+    def close(self) -> None:
+        """Close the file; everything in it is on the disk already."""
+        self._file.close()
+
     def _write(self, line: dict[str, Any]) -> None:
         line["unix_s"] = time.time()
         self._file.write(json.dumps(line).encode() + b"\n")

@@ -59,6 +59,8 @@ class Observer:
         self.num_ended = 0
         self.longest_stall_s = 0.0
         self.findings: list[str] = []
+        self.depths: dict[str, int] = {}
+        """Of the run, when it was last seen."""
         self._run, self._port = run, port
         self._queue = BlockingQueue.connect(f"redis://127.0.0.1:{port}", run, connect_timeout_s=1.0)
         self._prefix = self._queue.prefix
@@ -118,7 +120,7 @@ class Observer:
             self.reconcile()
             self._restarted.clear()
         self.read_drops(block_ms=int(POLL_S * 1000))
-        counters = self._queue.counters()
+        counters, self.depths = self._queue.counters(), self._queue.depths()
         ended = sum(n for name, n in counters.items() if name == "acked" or name[:8] == "dropped:")
         if ended > self._ended_now:
             self._moved(ended - self._ended_now)

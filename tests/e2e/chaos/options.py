@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = ROOT / ".cache" / "qwen3" / "tokenizer.json"
 NUM_WORKERS, NUM_AGGREGATORS, NUM_ENGINES = 4, 2, 2
 SAMPLES_A_GROUP = 4
-GROUPS_A_BATCH = 4
-CAPACITY = 32
+GROUPS_A_BATCH = 2
+CAPACITY = 64
 """Groups that may be live at once."""
 LEASE_S = 1.5
 MAX_SENTENCES = 3
@@ -33,6 +33,8 @@ class Options:
     seconds: float
     seed: int
     json: bool
+    keep: bool
+    """The folder stays, whatever comes of the run."""
 
     @property
     def num_rows(self) -> int:
@@ -52,9 +54,10 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="of chaos")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the schedule")
     parser.add_argument("--json", action="store_true", help="one JSON line on stdout, no more")
+    parser.add_argument("--keep", action="store_true", help="keep logs and journals in any case")
     given = parser.parse_args(arguments)
     if not 1 <= given.seconds <= 86_400:
         parser.error(f"--seconds {given.seconds:g}: 1 to 86400")
     if given.seed < 0:
         parser.error(f"--seed {given.seed}: not negative")
-    return Options(seconds=given.seconds, seed=given.seed, json=given.json)
+    return Options(seconds=given.seconds, seed=given.seed, json=given.json, keep=given.keep)

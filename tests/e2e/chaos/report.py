@@ -50,6 +50,11 @@ class Report:
         """Return the figures as lines of text."""
         return "\n".join(f"  {name:<22} {value}" for name, value in asdict(self).items())
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nobody needs to look at what was logged."""
+        return not self.problems() and not self.findings
+
     def problems(self) -> list[str]:
         """Say what keeps the run from being a success; empty is success."""
         meaning = {

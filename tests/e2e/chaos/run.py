@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,14 @@ class Chaos:
                 cast = assemble(self.options, self.folder, links.ports)
                 try:
                     with Observer(server.port, RUN) as observer:
-                        stage = Stage(self.options, cast, server, links, observer)
+                        stage = Stage(self.options, self.folder, cast, server, links, observer)
                         report = self._act(stage)
                 finally:
                     end_everybody(cast)
-                    if report is None or report.problems() or report.findings:
+                    if report is None or not report.is_clean:
                         self._keep_server(server)
         finally:
-            if report is not None and not report.problems() and not report.findings:
+            if report is not None and report.is_clean and not self.options.keep:
                 shutil.rmtree(self.folder, ignore_errors=True)
         return report
 
@@ -245,11 +246,17 @@ class Stage:
     """
 
     def __init__(
-        self, options: Options, cast: Cast, server: DevServer, links: Links, observer: Observer
+        self,
+        options: Options,
+        folder: Path,
+        cast: Cast,
+        server: DevServer,
+        links: Links,
+        observer: Observer,
     ) -> None:
         self.cast, self.observer = cast, observer
         self.queue = BlockingQueue.connect(server.url, RUN)
-        self._options, self._links = options, links
+        self._options, self._links, self._folder = options, links, folder
         self._draw = random.Random(f"{options.seed} durations")
         redis = ServerActor(server, random.Random(options.seed), observer.server_restarted)
         self.actors: dict[str, Actor] = {actor.name: actor for actor in cast.everyone}
@@ -292,6 +299,7 @@ class Stage:
                 next_say_s = now_s + SAY_EVERY_S
                 say(f"{now_s:.0f} s, {self.observer.num_ended} groups ended")
             self._do(event)
+            self._note(event)
         while time.monotonic() - started < self._options.seconds:
             self.tick()
             time.sleep(TICK_S)
@@ -333,6 +341,15 @@ class Stage:
             actor.forget(event.duration_s)
         elif event.act is Act.USURP:
             self.cast.trainer.usurp(event.duration_s)
+
+    def _note(self, event: Event) -> None:
+        """Write the event down, with the time that the processes' logs have."""
+        now = datetime.now(tz=UTC).isoformat()
+        with (self._folder / "events.log").open("a") as log:
+            log.write(
+                f"{now} {event.act} {event.victim} {event.duration_s:.1f} s; "
+                f"{self.observer.num_ended} ended, {self.observer.depths}\n"
+            )
 
     def _spoil(self, event: Event, actor: Actor) -> None:
         actor.acts[event.act] += 1

@@ -34,9 +34,9 @@ from tests.e2e.chaos.options import GROUPS_A_BATCH, LEASE_S
 
 CONNECT_S = 60.0
 STALL_S = 30.0
-STEP_S = 0.15
+STEP_S = 0.08
 CHECKPOINT_EVERY = 2
-UPDATE_EVERY = 5
+UPDATE_EVERY = 8
 LONG_PAUSE_EVERY = 4
 """Of the updates, one in so many takes longer than a lease."""
 EXIT_STREAM, EXIT_TAKEN = 3, 5
@@ -131,27 +131,32 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--life", type=int, required=True)
     parser.add_argument("--engine", action="append", default=[])
     given = parser.parse_args(arguments)
-    journal = Journal(given.folder, given.life)
-    try:
-        with (
-            (given.folder / f"handed-out-{given.life}.bin").open("ab") as handed_out,
-            GroupStream.connect(
-                given.url, run=given.run, state=journal.state, connect_timeout_s=CONNECT_S
-            ) as stream,
-        ):
-            journal.connected()
-            step = 0 if journal.parent is None else journal.parent[1]
-            trainer = Trainer(stream, journal, handed_out, given.engine, step=step)
-            if journal.parent is None:
-                trainer.save()  # or a second life would take for trained what nobody trained
-            trainer.run()
-    except ConsumerTaken as error:
-        journal.note(f"ConsumerTaken: {error}")
-        return EXIT_TAKEN
-    except StreamError as error:
-        journal.note(f"{type(error).__name__}: {error}")
-        return EXIT_STREAM
+    with contextlib.closing(Journal(given.folder, given.life)) as journal:
+        try:
+            live(journal, given)
+        except ConsumerTaken as error:
+            journal.note(f"ConsumerTaken: {error}")
+            return EXIT_TAKEN
+        except StreamError as error:
+            journal.note(f"{type(error).__name__}: {error}")
+            return EXIT_STREAM
     return 0
+
+
+def live(journal: Journal, given: argparse.Namespace) -> None:
+    """Connect where the journal stands, and train."""
+    with (
+        (given.folder / f"handed-out-{given.life}.bin").open("ab") as handed_out,
+        GroupStream.connect(
+            given.url, run=given.run, state=journal.state, connect_timeout_s=CONNECT_S
+        ) as stream,
+    ):
+        journal.connected()
+        step = 0 if journal.parent is None else journal.parent[1]
+        trainer = Trainer(stream, journal, handed_out, given.engine, step=step)
+        if journal.parent is None:
+            trainer.save()  # or a second life would take for trained what nobody trained
+        trainer.run()
 
 
 if __name__ == "__main__":
