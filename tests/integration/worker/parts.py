@@ -99,7 +99,8 @@ class Parts:
         filters: Sequence[str | LoadedFilter] = ("no_aborted",),
         slots: int = 8,
         min_samples: int | None = None,
-        claim_idle_s: float = 30.0,
+        claim_idle_s: float | None = 30.0,
+        filter_timeout_s: float = 10.0,
         stop_on_filter_error: bool = False,
         fail_after_groups: int = 20,
         sample_timeout_s: float = 60.0,
@@ -126,9 +127,10 @@ class Parts:
         self.aggregator = Aggregator(
             queue,
             self.link,
-            {"default": EnvJudge("default", rule, loaded, min_samples)},
+            {"default": EnvJudge("default", rule, loaded, min_samples, filter_timeout_s)},
             metrics=self.metrics,
             limits=AggregatorLimits(claim_idle_s, stop_on_filter_error),
+            lease_s=lambda: self.view.lease_s,
         )
         self.heart = Heart(
             queue,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from rollstream.group import Drop, GroupView, Keep
-from worker.aggregate.aggregator import CONSUMER
+from worker.aggregate.aggregator import CONSUMER, TRIES
 from worker.aggregate.loader import LoadedFilter
+from worker.bounded import THREADS
 
 from .parts import Parts, Run, a_run, wait_until
 
@@ -125,6 +127,39 @@ async def test_a_group_whose_judgement_kills_aggregators_is_dropped_at_its_fourt
     assert await run.drops() == {"filter_error": 1}
 
 
+async def test_groups_read_together_with_one_that_ends_aggregators_are_all_kept(
+    run: Run,
+) -> None:
+    judged: list[int] = []
+
+    async def never(group: GroupView) -> Keep:
+        judged.append(group.group_index)
+        if group.group_index == 2:
+            await asyncio.Event().wait()  # until its aggregator dies
+        return Keep()
+
+    options: dict[str, Any] = {"filters": (a_filter(never),), "claim_idle_s": 0.2}
+    await full(run, 5, **options)
+    # The first one dies with all of them in hand.
+    assert len(await run.queue.read_full(CONSUMER, count=10, block_s=0)) == 5
+    for life in range(1, TRIES):
+        dying = asyncio.create_task(run.worker(**options).aggregator.run())
+        await wait_until(lambda life=life: judged.count(2) == life)
+        await run.ready(4)
+        dying.cancel()
+
+    last = asyncio.create_task(run.worker(**options).aggregator.run())
+    await wait_until(run.drops)
+    last.cancel()
+
+    assert await run.drops() == {"filter_error": 1}
+    (drop,) = await run.queue.past()
+    assert drop["group_index"] == "2"
+    assert "3 aggregators had it and died or stood still" in drop["detail"]
+    assert sorted(judged) == [0, 1, 2, 2, 3, 4]
+    assert (await run.queue.depths())["ready"] == 4
+
+
 async def test_a_broken_filter_fails_the_run_where_that_is_configured(run: Run) -> None:
     def breaks(group: GroupView) -> Keep:
         raise ZeroDivisionError("by zero")
@@ -159,6 +194,83 @@ async def test_a_filter_that_asks_for_bodies_gets_trajectories_and_the_rows_meta
     assert await run.drops() == {"custom": 1}
     (drop,) = await run.queue.past()
     assert "seen enough" in str(drop)
+
+
+async def test_a_filter_that_hangs_delays_no_other_group_and_is_asked_once(run: Run) -> None:
+    asked: list[int] = []
+    release = threading.Event()
+
+    def hangs(group: GroupView) -> Keep:
+        asked.append(group.group_index)
+        if group.group_index == 0:
+            release.wait(30)
+        return Keep()
+
+    parts = await full(run, 3, filters=(a_filter(hangs),), filter_timeout_s=1.0)
+    task = asyncio.create_task(parts.aggregator.run())
+    try:
+        await run.ready(2)
+        assert await run.drops() == {}
+        await wait_until(run.drops)
+        assert await run.drops() == {"filter_error": 1}
+        (drop,) = await run.queue.past()
+        assert drop["detail"] == "filter mine.py:f: no answer within 1 s"
+        assert sorted(asked) == [0, 1, 2]
+        assert THREADS.num_hung == 1
+    finally:
+        release.set()
+        task.cancel()
+    await wait_until(lambda: THREADS.num_hung == 0)
+
+
+async def test_a_slow_filter_keeps_its_groups_from_being_taken_over(run: Run) -> None:
+    judged: list[int] = []
+    release = asyncio.Event()
+
+    async def slow(group: GroupView) -> Keep:
+        judged.append(group.group_index)
+        await release.wait()
+        return Keep()
+
+    options: dict[str, Any] = {"filters": (a_filter(slow),), "claim_idle_s": 0.3}
+    first = await full(run, 3, **options)
+    second = run.worker(**options)
+    tasks = [asyncio.create_task(p.aggregator.run()) for p in (first, second)]
+    await wait_until(lambda: len(judged) == 3)
+    await asyncio.sleep(1.2)  # four idle times
+    release.set()
+    await run.ready(3)
+    for task in tasks:
+        task.cancel()
+    assert sorted(judged) == [0, 1, 2]
+
+
+async def test_aggregators_at_once_judge_each_group_once(run: Run) -> None:
+    judged: list[int] = []
+
+    def counts(group: GroupView) -> Keep:
+        judged.append(group.group_index)
+        return Keep()
+
+    parts = await full(run, 60, filters=(a_filter(counts),))
+    others = [run.worker(filters=(a_filter(counts),)) for _ in range(3)]
+    tasks = [asyncio.create_task(p.aggregator.run()) for p in (parts, *others)]
+    await run.ready(60)
+    for task in tasks:
+        task.cancel()
+    assert sorted(judged) == list(range(60))
+    await run.audit()
+
+
+async def test_the_idle_time_of_a_takeover_follows_the_lease(
+    valkey_url: str, run_name: str
+) -> None:
+    async with a_run(valkey_url, run_name, lease_ms=15_000) as run:
+        parts = run.worker(claim_idle_s=None)
+        info = await run.queue.info()
+        assert info is not None
+        parts.view.opened(info)
+        assert parts.aggregator.idle_s == 30.0
 
 
 async def test_a_group_that_ended_meanwhile_only_loses_its_entry(run: Run) -> None:
