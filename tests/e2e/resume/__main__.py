@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from examples.demo.children import ChildFailed
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from tests.e2e.resume.cast import RUN
@@ -50,7 +51,7 @@ def main() -> int:
     except KeyboardInterrupt:
         sys.stderr.write("resume: stopped; every process that it started was ended\n")
         return EXIT_INTERRUPTED
-    except Broken as error:
+    except (Broken, ChildFailed) as error:
         sys.stderr.write(f"resume: {error}\nEverything is in {folder}\n")
         return EXIT_WRONG
     sys.stdout.write(summary.to_json() + "\n")
