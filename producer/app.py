@@ -21,6 +21,7 @@ from rollstream.config import Loaded
 from rollstream.errors import RunMismatch
 from rollstream.logs import configure
 from rollstream.queue.queue import Queue
+from rollstream.runs import problems_of
 from rollstream.settings import Settings
 
 from .gate import Gate
@@ -98,12 +99,21 @@ async def produce(settings: Settings, source: Source, supply: Supply, drawn: Any
         )
         check_startable(await first_contact(gate), settings.run.name)
         stack.push_async_callback(gate.leave)
+        await say_problems(queue)
         capacity = settings.producer.capacity_groups
         log.info("run_open", groups=supply.order.total, rows=len(source), capacity=capacity)
         beside = []
         if settings.producer.progress:
             beside.append(asyncio.create_task(follow(gate, queue, capacity, drawn)))
         await until_stopped(asyncio.create_task(gate.run()), beside)
+
+
+async def say_problems(queue: Queue) -> None:
+    """Log what about the server is to be mended, a line each."""
+    for found in await problems_of(queue):
+        log.warning(
+            "redis_unfit", check=found.check, what=found.what, why=found.why, action=found.do
+        )
 
 
 async def first_contact(gate: Gate) -> str:

@@ -1,4 +1,4 @@
-"""Which runs a server holds, and how a process waits for one.
+"""Which runs a server holds, how a process waits for one, and what it says of the server first.
 
 Owns the scan for runs and the sentences about a server that is away or a run that is missing.
 Never creates a run: producers do. Invariant: every wait here is bounded, and says that it waits.
@@ -6,6 +6,7 @@ Never creates a run: producers do. Invariant: every wait here is bounded, and sa
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import threading
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import redis
 from redis import exceptions as redis_errors
 
+from rollstream import health
 from rollstream.errors import RunLost, StreamError, WireError
 from rollstream.queue.connection import each_master
 from rollstream.queue.keys import run_of
@@ -22,6 +24,7 @@ from rollstream.urls import shown_url
 
 if TYPE_CHECKING:
     from rollstream.queue.blocking import BlockingQueue
+    from rollstream.queue.queue import Queue
     from rollstream.queue.reads import RunInfo
 
 log = logging.getLogger("rollstream.stream")
@@ -37,6 +40,8 @@ OUTAGES = (
 REFUSALS = (redis_errors.AuthenticationError, redis_errors.NoPermissionError)
 """What waiting does not heal (the first is a ConnectionError for redis-py)."""
 POLL_S = 0.25
+CHECK_TIMEOUT_S = 2.0
+"""How long a start waits for what the server says of itself."""
 MAX_RUNS = 1000
 RUN_NAME = r"[A-Za-z0-9._-]{1,64}"
 """What a producer lets a run be called (`run.name`)."""
@@ -56,6 +61,28 @@ def list_runs(client: redis.Redis) -> list[str]:
             if len(names) >= MAX_RUNS:
                 return sorted(names)
     return sorted(names)
+
+
+def say_problems(queue: BlockingQueue) -> None:
+    """Log what about the server is to be mended; one that is away now is not judged."""
+    try:
+        with queue.within(CHECK_TIMEOUT_S):
+            facts = health.facts_of(queue.ask(health.COMMANDS))
+    except (*OUTAGES, *REFUSALS):
+        return
+    for finding in health.problems(health.judge(facts)):
+        log.warning("Redis is not fit for the run: %s", finding.sentence,
+                    extra={"run": queue.run, "check": finding.check})  # fmt: skip
+
+
+async def problems_of(queue: Queue) -> list[health.Finding]:
+    """Return what about the server is to be mended; nothing where it is away."""
+    try:
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            facts = health.facts_of(await queue.ask(health.COMMANDS))
+    except (*OUTAGES, *REFUSALS, TimeoutError):
+        return []
+    return health.problems(health.judge(facts))
 
 
 class Interrupted(Exception):

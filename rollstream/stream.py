@@ -21,15 +21,14 @@ from typing import Any, Literal, Self
 from rollstream import control
 from rollstream.batch import Batch
 from rollstream.checkpoint import FRESH, MAX_VERSION, Checkpoint
-from rollstream.errors import RunMismatch, StreamError
+from rollstream.errors import StreamError
 from rollstream.frontier import TerminalIds
 from rollstream.hold import Hold
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.calls import ControlAnswer, ScriptCall
-from rollstream.queue.keys import SCHEMA
 from rollstream.queue.reads import RunInfo
-from rollstream.runs import OUTAGES, Interrupted, await_run
+from rollstream.runs import OUTAGES, Interrupted, await_run, say_problems
 from rollstream.urls import redis_url_problem
 from rollstream.waiting import Wait
 
@@ -114,13 +113,9 @@ class GroupStream:
         )
         try:
             info = await_run(queue, url, connect_timeout_s, interrupt or threading.Event())
-            if info.schema != SCHEMA:
-                raise RunMismatch(
-                    f"run {run!r} has schema {info.schema}, this library speaks {SCHEMA}; use the "
-                    "release that opened it, or another run name"
-                )
             if checkpoint is not None:
                 checkpoint.check_belongs_to(run, info.fingerprint)
+            say_problems(queue)
             hold = Hold(queue, info, url=url, reopen_s=connect_timeout_s, text=text)
             terminal, version = TerminalIds() if state == FRESH else None, None
             if checkpoint is not None:

@@ -22,6 +22,7 @@ import rollstream
 from rollstream.errors import RunFailed
 from rollstream.link import OUTAGE, Link
 from rollstream.queue.queue import Queue
+from rollstream.runs import problems_of
 from rollstream.settings import Settings
 from rollstream.wire import WIRE_VERSION
 
@@ -115,6 +116,10 @@ class Worker:
         )
         self._closing.push_async_callback(self._queue.aclose)
         await self._reach_redis()
+        for found in await problems_of(self._queue):
+            log.warning(
+                "redis_unfit", check=found.check, what=found.what, why=found.why, action=found.do
+            )
         if self.role is not Role.AGGREGATOR:
             await self._start_rollouts()
         if self.role is not Role.ROLLOUT:

@@ -71,6 +71,10 @@ def _dispatch(argv: list[str]) -> int:
         from rollstream.cli.show import show
 
         return show(args)
+    if args.command == "doctor":
+        from rollstream.cli.doctor import doctor
+
+        return doctor(args)
     from rollstream.cli.inspect import COMMANDS
 
     return COMMANDS[args.command](args)
@@ -104,6 +108,12 @@ def make_parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--last", metavar="N", type=_count, default=20, help="how many drops (default 20)"
     )
+    doctor = commands.add_parser(
+        "doctor", parents=[server, run], help="is everything fit for a run? what to do where not"
+    )
+    doctor.add_argument(
+        "--config", metavar="FILE", help="also what this rollstream.toml names: engines, rq.url"
+    )
     runs = commands.add_parser("runs", parents=[server], help="the runs on a server; remove one")
     runs.add_argument("--remove", metavar="NAME", help="delete every key of that run")
     runs.add_argument("--yes", action="store_true", help="do not ask")
@@ -121,7 +131,8 @@ def _server_options() -> argparse.ArgumentParser:
     options.add_argument(
         "--redis",
         metavar="URL",
-        help="redis://, rediss:// or unix:// (else ROLLSTREAM_REDIS__URL, else this machine)",
+        help="redis://, rediss://, unix:// or redis+sentinel:// (else ROLLSTREAM_REDIS__URL, else "
+        "this machine)",
     )
     options.add_argument("--ca", metavar="FILE", help="CA certificate for rediss://")
     options.add_argument("--json", action="store_true", help="one JSON document on stdout")

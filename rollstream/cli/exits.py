@@ -4,7 +4,7 @@ from __future__ import annotations
 
 OK = 0
 PROBLEM = 1
-"""The audit found something, the run is in use, or an unexpected error."""
+"""Audit or doctor found something, the run is in use, or an unexpected error."""
 USAGE = 2
 """Wrong arguments or configuration; nothing was done."""
 UNREACHABLE = 3
@@ -13,8 +13,8 @@ INTERRUPTED = 130
 
 EXPLAINED = """exit codes:
   0  it did what it was asked to do
-  1  the audit found a problem, the run to remove is in use, the group to show is unknown, or
-     something unexpected happened
+  1  audit or doctor found a problem, the run to remove is in use, the group to show is unknown,
+     or something unexpected happened
   2  wrong arguments or configuration; nothing was done
   3  Redis cannot be reached, or there is no such run
   130  interrupted

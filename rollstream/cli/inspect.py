@@ -18,6 +18,7 @@ from rollstream.cli.exits import OK, PROBLEM
 from rollstream.cli.reach import queue_of, reached, the_run, url_of
 from rollstream.cli.remove import remove
 from rollstream.cli.view import print_json, print_rows
+from rollstream.errors import RunMismatch
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo
@@ -128,7 +129,7 @@ def _row_of(queue: BlockingQueue) -> list[dict[str, Any]]:
     try:
         info = queue.info()
         live = queue.depths()["live"]
-    except (ResponseError, LookupError, ValueError):
+    except (ResponseError, LookupError, ValueError, RunMismatch):
         return [{"run": queue.run, "state": "unreadable", "live": None, "version": None,
                  "done": None}]  # fmt: skip
     if info is None:

@@ -16,10 +16,11 @@ from pathlib import Path
 from redis.exceptions import InvalidResponse, ResponseError
 
 from rollstream.cli.exits import PROBLEM, UNREACHABLE, USAGE, CommandError
+from rollstream.errors import RunMismatch
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import OUTAGES, REFUSALS, list_runs
-from rollstream.urls import redis_url_problem, shown_url
+from rollstream.urls import redis_url_problem, shown_url, with_sentinels
 
 DEFAULT_URL = "redis://127.0.0.1:6379"
 
@@ -35,10 +36,13 @@ def url_of(args: argparse.Namespace) -> str:
     file = os.environ.get("ROLLSTREAM_REDIS__URL_FILE")
     if file:
         try:
-            return Path(file).read_text(encoding="utf-8-sig").strip()
+            url = Path(file).read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:  # not UTF-8, or a name that cannot be one
             raise CommandError(f"ROLLSTREAM_REDIS__URL_FILE: {error}", USAGE) from None
-    return os.environ.get("ROLLSTREAM_REDIS__URL") or DEFAULT_URL
+    else:
+        url = os.environ.get("ROLLSTREAM_REDIS__URL") or DEFAULT_URL
+    sentinels = os.environ.get("ROLLSTREAM_REDIS__SENTINEL")
+    return with_sentinels(url, sentinels) if sentinels else url
 
 
 def queue_of(args: argparse.Namespace, url: str, run: str) -> BlockingQueue:
@@ -71,6 +75,8 @@ def reached(args: argparse.Namespace, url: str, run: str) -> Iterator[BlockingQu
             raise CommandError(
                 f"what answers at {shown_url(url)} is not Redis: {error}", UNREACHABLE
             ) from None
+        except RunMismatch as error:
+            raise CommandError(str(error), PROBLEM) from None
         except (ResponseError, LookupError, ValueError) as error:
             if not run:
                 raise CommandError(f"Redis at {shown_url(url)}: {error}", PROBLEM) from None

@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import no_run, reached, url_of
 from rollstream.cli.view import print_json
+from rollstream.errors import RunMismatch
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.runs import RUN_NAME
 
@@ -69,12 +70,14 @@ def _look(queue: BlockingQueue) -> tuple[str, int | None, dict[str, list[str]]]:
     try:
         info = queue.info()
         state = "incomplete" if info is None else info.state
-        return state, queue.depths()["live"], _alive(queue)
+        return state, queue.depths()["live"], alive_of(queue)
+    except RunMismatch:
+        return "of another version", None, alive_of(queue)
     except (ResponseError, LookupError, ValueError):
         return "unreadable", None, {}
 
 
-def _alive(queue: BlockingQueue) -> dict[str, list[str]]:
+def alive_of(queue: BlockingQueue) -> dict[str, list[str]]:
     """Return who was seen within four leases, by role.
 
     The queue clock stands still where nobody sweeps any more, so the time since its last step

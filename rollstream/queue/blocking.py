@@ -145,6 +145,10 @@ class BlockingQueue:
         """Return the last drops, newest first."""
         return self._read(reads.past(self.prefix, count))
 
+    def ask(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands that are about the server; a refusal stands in place of its answer."""
+        return self._send(commands)
+
     # --- waits ---------------------------------------------------------------------------------
     def wait_bell(self, timeout_s: float) -> bool:
         """Wait until work arrived, half a second at most; False where nobody rang."""

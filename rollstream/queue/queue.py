@@ -124,6 +124,10 @@ class Queue:
         """Return the last drops, newest first."""
         return await self._read(reads.past(self.prefix, count))
 
+    async def ask(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands that are about the server; a refusal stands in place of its answer."""
+        return await self._send(commands)
+
     # --- waits ---------------------------------------------------------------------------------
     async def wait_bell(self, timeout_s: float) -> bool:
         """Wait until work arrived, half a second at most; False where nobody rang."""

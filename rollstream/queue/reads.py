@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from rollstream.errors import RunMismatch
 from rollstream.group import EnvRule
 from rollstream.queue.calls import Arg
-from rollstream.queue.keys import FULL_GROUP, READY_CONSUMER, READY_GROUP
+from rollstream.queue.keys import FULL_GROUP, READY_CONSUMER, READY_GROUP, SCHEMA
 from rollstream.wire import decode_envs
 
 T = TypeVar("T")
@@ -152,7 +153,11 @@ def stream_unix_s(message_id: str) -> float:
 
 # --- the run -------------------------------------------------------------------------------------
 def info(prefix: str, run: str) -> Read[RunInfo | None]:
-    """Read what the run is; None where there is no such run."""
+    """Read what the run is; None where there is no such run.
+
+    Its parse raises RunMismatch where another version wrote it: nothing else of it means to us
+    what it says.
+    """
     return Read((("HGETALL", f"{prefix}m"),), lambda replies: _parse_info(run, replies[0]))
 
 
@@ -160,6 +165,13 @@ def _parse_info(run: str, reply: Any) -> RunInfo | None:
     raw = {_text(name): value for name, value in _pairs(reply)}
     if "state" not in raw:
         return None
+    schema = _text(raw.get("schema", b""))
+    if schema != str(SCHEMA):
+        raise RunMismatch(
+            f"run {run!r} was written by another version of Rollstream (layout "
+            f"{schema or 'unknown'}, this one has {SCHEMA}) and was left as it is: use the release "
+            f"that opened it, another run name, or remove it: rollstream runs --remove {run}"
+        )
     envs = decode_envs(raw.pop("envs", None))
     m = {name: _text(value) for name, value in raw.items()}
     return RunInfo(

@@ -93,7 +93,7 @@ async def test_producer_says_goodbye_on_sigterm(
             assert process.returncode == 0
         assert (await trainer.queue.presence())["producers"] == 0
         events = [json.loads(line)["event"] for line in logged.splitlines()]
-        assert events == ["run_open", "scan_begins", "end_of_data", "stopping"]
+        assert events == ["redis_unfit", "run_open", "scan_begins", "end_of_data", "stopping"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,284 @@
+"""`rollstream doctor`: is everything fit for a run? What is not, why it matters, what to do.
+
+Owns the list of questions. Never writes to a server. Invariant: whatever cannot be asked is a
+finding too, and the rest is asked all the same; exit code 1 means that something is to be mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import RedisError, ResponseError
+
+from rollstream import health
+from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
+from rollstream.cli.reach import no_run, queue_of, reached, url_of
+from rollstream.cli.remove import alive_of
+from rollstream.cli.view import print_json
+from rollstream.errors import ConfigError, RunMismatch
+from rollstream.health import NOTE, Finding
+from rollstream.queue import calls
+from rollstream.runs import list_runs
+from rollstream.urls import scrub, shown_url
+
+if TYPE_CHECKING:
+    from rollstream.queue.blocking import BlockingQueue
+    from rollstream.queue.reads import RunInfo
+    from rollstream.settings import Settings
+
+PINGS = 5
+ENGINE_PATH = "/model_info"
+_ENDED = ("ended", "failed", "aborting")
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Figures that people want to see whether or not something is wrong."""
+    findings: list[Finding] = field(default_factory=list)
+
+    def problem(self, check: str, what: str, why: str, do: str) -> None:
+        """Note something to be mended."""
+        self.findings.append(Finding(check, health.PROBLEM, what, why, do))
+
+    def note(self, check: str, what: str, why: str, do: str) -> None:
+        """Note something to be known."""
+        self.findings.append(Finding(check, NOTE, what, why, do))
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Ask everything that is configured whether it is fit, and say what is not."""
+    settings = _settings_of(args)
+    url = settings.redis_url() if settings is not None and not args.redis else url_of(args)
+    name = args.run or os.environ.get("ROLLSTREAM_RUN__NAME") or ""
+    if settings is not None and not args.run:
+        name = settings.run.name
+    if args.ca is None and settings is not None and settings.redis.ca is not None:
+        args.ca = str(settings.redis.ca)
+    report = Report({"redis": shown_url(url)})
+    try:
+        with reached(args, url, name) as queue:
+            _server(queue, report)
+            if name:
+                _run(queue, report)
+            else:
+                _every_run(args, url, queue, report)
+    except CommandError as error:
+        if error.code == USAGE:
+            raise
+        report.problem("reach", scrub(str(error)), "nothing works without Redis",
+                       "Start it, or correct the URL, the user or the password")  # fmt: skip
+    if settings is not None:
+        _configuration(settings, url, args, report)
+    return _tell(report, args)
+
+
+def _settings_of(args: argparse.Namespace) -> Settings | None:
+    if args.config is None:
+        return None
+    try:
+        from rollstream.config import load_settings
+
+        return load_settings(["--config", args.config], prog="rollstream doctor").settings
+    except ConfigError as error:
+        raise CommandError(str(error), USAGE) from None
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"--config needs {error.name!r}: pip install 'rollstream[service]'", USAGE
+        ) from None
+
+
+# --- the server ----------------------------------------------------------------------------------
+def _server(queue: BlockingQueue, report: Report) -> None:
+    facts = health.facts_of(queue.ask(health.COMMANDS))
+    now = time.time()
+    trips: list[float] = []
+    for _ in range(PINGS):
+        started = time.perf_counter()
+        queue.ask((("PING",),))
+        trips.append((time.perf_counter() - started) * 1000)
+    report.findings += health.judge(facts)
+    report.findings += health.clock_finding(facts, now)
+    report.findings += health.latency_finding(trips)
+    used, limit = facts.number("used_memory"), facts.number("maxmemory")
+    report.facts |= {
+        "server": facts.name,
+        "role": facts.text("role") or "unknown",
+        "cluster": facts.text("cluster_enabled") == "1",
+        "used_memory": used,
+        "max_memory": limit,
+        "policy": facts.text("maxmemory_policy") or "unknown",
+        "append_only": {"1": "on", "0": "off"}.get(facts.text("aof_enabled"), "unknown"),
+        "append_fsync": facts.config.get("appendfsync", "unknown"),
+        "clock_distance_s": None if facts.unix_s is None else round(facts.unix_s - now, 3),
+        "round_trip_ms": round(sorted(trips)[PINGS // 2], 2),
+    }
+
+
+# --- runs ----------------------------------------------------------------------------------------
+def _every_run(args: argparse.Namespace, url: str, queue: BlockingQueue, report: Report) -> None:
+    names = list_runs(queue.client)
+    report.facts["runs"] = {}
+    for name in names:
+        one = queue_of(args, url, name)
+        try:
+            info = _read_info(one, report)
+        finally:
+            one.close()
+        report.facts["runs"][name] = "unreadable" if info is None else info.state
+
+
+def _read_info(queue: BlockingQueue, report: Report) -> RunInfo | None:
+    """Return what a run is; None where it cannot be read, which is a finding, or is none."""
+    remove = f"rollstream runs --remove {queue.run}"
+    try:
+        return queue.info()
+    except RunMismatch as error:
+        report.problem("schema", str(error), "this version can neither read nor feed it",
+                       f"Use the release that opened it, or remove it: {remove}")  # fmt: skip
+    except (ResponseError, LookupError, ValueError) as error:
+        report.problem("schema", f"run {queue.run!r} cannot be read ({error})",
+                       "its keys are damaged or another program's",
+                       f"Remove it ({remove}); a checkpoint keeps its place")  # fmt: skip
+    return None
+
+
+def _run(queue: BlockingQueue, report: Report) -> None:
+    found = len(report.findings)
+    info = _read_info(queue, report)
+    if info is None:
+        if len(report.findings) == found:
+            report.note(
+                "run", str(no_run(queue, report.facts["redis"])),
+                "nothing is trained before it exists",
+                f"Start its producer: python -m producer --run.name {queue.run}",
+            )  # fmt: skip
+        return
+    audit = queue.call(calls.audit(deep=True))
+    for problem in audit.problems:
+        report.problem(
+            "audit", f"the books of run {queue.run!r} do not add up: {problem}",
+            "groups may be lost or trained twice",
+            "Keep the server's data and report it; a checkpoint can begin a new run",
+        )  # fmt: skip
+    depths, alive = queue.depths(), alive_of(queue)
+    report.facts["run"] = {
+        "name": queue.run,
+        "state": info.state,
+        "enqueued": audit.enqueued,
+        "acked": audit.acked,
+        "dropped": audit.dropped,
+        "live": audit.live,
+        "alive": {role: len(names) for role, names in alive.items()},
+        "trainer_connects": info.connects,
+    }
+    if info.state == "failed":
+        report.problem("state", f"run {queue.run!r} has failed: {info.error or 'no reason given'}",
+                       "nothing is leased any more", "Mend the cause, then abort it: its ids come "
+                       "again in a new run with the trainer's checkpoint")  # fmt: skip
+    if info.state in _ENDED:
+        return
+    for missing in _missing(info, depths, alive, audit.live):
+        report.findings.append(missing)
+
+
+def _missing(
+    info: RunInfo, depths: dict[str, int], alive: dict[str, list[str]], live: int
+) -> Iterator[Finding]:
+    """Yield the roles that are needed and have nobody."""
+    undelivered = live - depths["delivered"]
+    if not info.done and "producer" not in alive:
+        yield Finding("roles", health.PROBLEM, "no producer is alive, and prompts are missing",
+                      "the run stops when what is enqueued is used up",
+                      f"python -m producer --run.name {info.run}")  # fmt: skip
+    if undelivered > depths["full"] + depths["ready"] and "worker" not in alive:
+        yield Finding("roles", health.PROBLEM, "no worker is alive, and samples wait",
+                      "nothing is generated",
+                      f"python -m worker --run.name {info.run}")  # fmt: skip
+    if depths["full"] and "aggregator" not in alive:
+        yield Finding("roles", health.PROBLEM,
+                      f"no aggregator is alive, and {depths['full']} full groups wait",
+                      "no group reaches the trainer",
+                      "python -m worker --worker.role aggregator")  # fmt: skip
+    if depths["ready"] and not info.connects:
+        yield Finding("roles", NOTE, f"{depths['ready']} groups are ready and no trainer ever came",
+                      "the producer stops within one capacity",
+                      "Connect one: GroupStream.connect(url, run=…)")  # fmt: skip
+
+
+# --- the configuration ---------------------------------------------------------------------------
+def _configuration(settings: Settings, url: str, args: argparse.Namespace, report: Report) -> None:
+    report.facts["engines"] = {}
+    for engine in settings.engine.urls:
+        said = _ask_engine(engine, args.timeout_s)
+        report.facts["engines"][shown_url(engine)] = said or "answers"
+        if said:
+            report.problem("engine", f"no engine answers at {shown_url(engine)} ({said})",
+                           "workers lease nothing while none does",
+                           "Start it, or correct engine.urls")  # fmt: skip
+    if not any(_is_isolated(settings)):
+        return
+    jobs = settings.rq.url.get_secret_value() if settings.rq.url is not None else url
+    try:
+        with reached(args, jobs, "") as queue:
+            about: Any = queue.client.info("cluster")
+    except (CommandError, RedisError) as error:
+        report.problem("rq", f"the server of isolated rewards' jobs: {scrub(str(error))}",
+                       "their samples fail for want of a verdict",
+                       "Start it, or correct rq.url")  # fmt: skip
+        return
+    if about.get("cluster_enabled"):
+        report.problem("rq", f"{shown_url(jobs)} is a cluster", "RQ cannot use one for its jobs",
+                       "Set rq.url to a server that is none")  # fmt: skip
+
+
+def _is_isolated(settings: Settings) -> Iterator[bool]:
+    for env in settings.envs().values():
+        yield env.reward.kind in env.reward.isolated or env.reward.isolated_share > 0
+
+
+def _ask_engine(url: str, timeout_s: float) -> str:
+    """Return what is wrong with an engine; empty where it answers."""
+    try:
+        with urllib.request.urlopen(f"{url}{ENGINE_PATH}", timeout=timeout_s) as answer:
+            return "" if answer.status == 200 else f"status {answer.status}"
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"{ENGINE_PATH}: status {error.code}"
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+
+
+# --- telling -------------------------------------------------------------------------------------
+def _tell(report: Report, args: argparse.Namespace) -> int:
+    problems = health.problems(report.findings)
+    if args.json:
+        print_json({"ok": not problems, "facts": report.facts,
+                    "findings": [asdict(finding) for finding in report.findings]})  # fmt: skip
+        return PROBLEM if problems else OK
+    for name, value in _rows(report.facts):
+        print(f"{name:<18} {value}")
+    for finding in report.findings:
+        print(f"\n{finding.level}: {finding.what}\n  why: {finding.why}\n  do:  {finding.do}")
+    print(f"\n{len(problems)} to be mended" if problems else "\nall is well")
+    return PROBLEM if problems else OK
+
+
+def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            for inner, shown in value.items():
+                yield f"{name} {inner}", shown
+        elif name.endswith("_memory"):
+            yield name.replace("_", " "), health.megabytes(value) if value else "no limit"
+        else:
+            yield name.replace("_", " "), value
