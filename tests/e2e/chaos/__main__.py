@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from types import FrameType
@@ -31,6 +32,7 @@ def main() -> int:
     try:
         report = chaos.run()
     except KeyboardInterrupt:
+        shutil.rmtree(chaos.folder, ignore_errors=True)
         say("stopped; every process that it started was ended")
         return EXIT_INTERRUPTED
     except (ChaosFailed, ChildFailed) as error:

@@ -203,13 +203,18 @@ class TrainerActor(ProcessActor):
 
 
 class ServerActor(Actor):
-    """Redis: a real server that appends to a file and fsyncs it once a second."""
+    """Redis: a real server that appends to a file and fsyncs it once a second.
+
+    Attributes:
+        forgotten_bytes: what was cut from the end of its file, all crashes together.
+    """
 
     REMEMBERED_S = 1.2
 
     def __init__(self, server: DevServer, draw: random.Random, restarted: Callable[[], None]):
         super().__init__("redis", "redis")
         self._server, self._draw, self._restarted = server, draw, restarted
+        self.forgotten_bytes = 0
         self._sizes: deque[tuple[float, Path, int]] = deque()
         """(when, newest append-only file, its size) of the last second."""
 
@@ -230,6 +235,7 @@ class ServerActor(Actor):
         since = time.monotonic() - self._draw.uniform(0.1, 1.0)
         known = [size for at, path, size in self._sizes if at >= since and path == newest]
         if newest is not None and known:
+            self.forgotten_bytes += newest.stat().st_size - known[0]
             os.truncate(newest, known[0])
         self._sizes.clear()
 

@@ -37,6 +37,9 @@ class Report:
     """Groups that abandoned lives had trained on as well."""
     calls_audited: int
     rewinds: int
+    """Of the run, by restarted trainers and by live ones that told a crashed Redis again."""
+    forgotten_bytes: int
+    """That Redis had acknowledged and lost with its host."""
     exits: dict[str, int]
     """Processes that ended by themselves while chaos was on: `role:exit code`."""
     findings: list[str] = field(default_factory=list)

@@ -219,6 +219,7 @@ class Chaos:
             trained_again=len(everything) - len(trained),
             calls_audited=audit["calls"],
             rewinds=0 if info is None else info.epoch,
+            forgotten_bytes=stage.redis.forgotten_bytes,
             exits=dict(
                 sum((Counter({f"{a.role}:{c}": n for c, n in a.exits.items()}) for a in actors),
                     Counter())
@@ -258,9 +259,10 @@ class Stage:
         self.queue = BlockingQueue.connect(server.url, RUN)
         self._options, self._links, self._folder = options, links, folder
         self._draw = random.Random(f"{options.seed} durations")
-        redis = ServerActor(server, random.Random(options.seed), observer.server_restarted)
+        draw = random.Random(f"{options.seed} crashes")
+        self.redis = ServerActor(server, draw, observer.server_restarted)
         self.actors: dict[str, Actor] = {actor.name: actor for actor in cast.everyone}
-        self.actors["redis"] = redis
+        self.actors["redis"] = self.redis
         self._later: list[tuple[float, Callable[[], None]]] = []
 
     def open(self) -> None:
@@ -320,7 +322,7 @@ class Stage:
         for _, action in self._later:
             action()
         self._later = []
-        self.actors["redis"].heal()
+        self.redis.heal()
         for name in CLIENTS:
             self._links.heal(name)
         for actor in self.actors.values():
@@ -337,8 +339,8 @@ class Stage:
             actor.kill(event.duration_s)
         elif event.act is Act.FREEZE:
             actor.freeze(event.duration_s)
-        elif event.act is Act.AMNESIA and isinstance(actor, ServerActor):
-            actor.forget(event.duration_s)
+        elif event.act is Act.AMNESIA:
+            self.redis.forget(event.duration_s)
         elif event.act is Act.USURP:
             self.cast.trainer.usurp(event.duration_s)
 

@@ -153,7 +153,7 @@ def test_journal_gives_the_next_life_the_last_checkpoint_whatever_a_kill_cut_off
 def a_report(**changes: Any) -> Report:
     values: dict[str, Any] = dict.fromkeys(
         "enqueued acked lost twice token_mismatches accounting_difference fenced replays trained "
-        "trained_again calls_audited rewinds seed".split(),
+        "trained_again calls_audited rewinds forgotten_bytes seed".split(),
         0,
     )
     values |= {name: {} for name in "dropped kills freezes cuts exits".split()}
