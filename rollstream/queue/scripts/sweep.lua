@@ -18,6 +18,7 @@ local clock, run_clock, jumped = clock_of(run)
 local lease_ms = tonumber(run.lease_ms)
 -- Nobody could beat while the server was away, so nothing expires for one lease.
 local grace_until = jumped and clock + lease_ms or tonumber(run.grace_until)
+if now_ms() < tonumber(run.clock_tick) then restart_idle_times() end
 call('HSET', M, 'clock', int(clock), 'clock_tick', int(now_ms()), 'grace_until', int(grace_until))
 local more = 0
 
