@@ -18,6 +18,7 @@ import redis
 import structlog
 
 from rollstream.errors import RewardFault
+from rollstream.link import OUTAGE
 from rollstream.queue.connection import Reach, refuse_cluster
 
 from ..bounded import in_thread
@@ -27,6 +28,8 @@ BLOCK_S = 0.5
 """Every blocking read is this short, so that closing never waits long."""
 _SOCKET_TIMEOUT_S = 5.0
 _RECONNECT_S = 0.25
+PATIENCE_S = 600.0
+"""How long a judgement waits for servers that are away or full: the sample is not to blame."""
 _counter = itertools.count()
 log = structlog.get_logger("worker")
 
@@ -35,7 +38,8 @@ class Isolated:
     """Asks the verifiers for judgements.
 
     A job waits in the queue at most as long as it may run, so the answer is due within twice
-    `timeout_s`; RQ forgets the job by then, too.
+    `timeout_s`; RQ forgets the job by then, too. While a server is away, or its memory full, the
+    sample waits: an attempt is charged for what the sample did, never for that.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Isolated:
         incarnation: str,
         timeout_s: float,
         ca: str | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         # Two scorers of one process must not take each other's judgements.
         self._inbox = f"{incarnation}.{next(_counter)}"
@@ -63,6 +68,9 @@ class Isolated:
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._closing = False
+        self._patience_s = patience_s
+        self._outages = 0
+        self._is_away = False
         self.num_strays = 0
         """Judgements that came for a token nobody waits for."""
 
@@ -84,6 +92,35 @@ class Isolated:
         """
         if self._task is None:
             self._task = asyncio.create_task(self._read())
+        limit = asyncio.get_running_loop().time() + self._patience_s
+        while True:
+            outages = self._outages
+            try:
+                return _reward_of(name, await self._ask(name, answer, label))
+            except TimeoutError:
+                if self._outages == outages:
+                    raise RewardFault(
+                        f"no judgement of {name} within {2 * self._timeout_s:g} s; is a verifier "
+                        "running (python -m worker.rewards.verifier)?",
+                        retryable=True,
+                        detail="lost",
+                    ) from None
+                # A server was away meanwhile, and the job or its judgement went with it.
+            except OUTAGE as error:
+                self._say_away(error)
+                if asyncio.get_running_loop().time() >= limit:
+                    raise self._unreachable(error) from error
+                await asyncio.sleep(_RECONNECT_S)
+            except redis.RedisError as error:
+                raise self._unreachable(error) from error
+
+    async def _ask(self, name: str, answer: str, label: str) -> dict[str, Any]:
+        """Return the judgement of one job.
+
+        Raises:
+            TimeoutError: there was none in time.
+            redis.RedisError: the job could not be enqueued.
+        """
         token = f"{self._inbox}-{next(self._tokens)}"
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[token] = future
@@ -92,23 +129,22 @@ class Isolated:
             # Bounded by the socket's own timeouts.
             await in_thread(self._enqueue, name, token, answer, label)
             async with asyncio.timeout(2 * self._timeout_s):
-                answered = await future
-        except TimeoutError:
-            raise RewardFault(
-                f"no judgement of {name} within {2 * self._timeout_s:g} s; is a verifier running "
-                "(python -m worker.rewards.verifier)?",
-                retryable=True,
-                detail="lost",
-            ) from None
-        except redis.RedisError as error:
-            raise RewardFault(
-                f"the job queue of isolated rewards (rq.url) cannot be reached: {error}",
-                retryable=True,
-                detail="unreachable",
-            ) from error
+                return await future
         finally:
             del self._waiting[token]
-        return _reward_of(name, answered)
+
+    def _say_away(self, error: BaseException) -> None:
+        self._outages += 1
+        if not self._is_away:
+            self._is_away = True
+            log.warning("judges_away", error=str(error))
+
+    def _unreachable(self, error: BaseException) -> RewardFault:
+        return RewardFault(
+            f"the job queue of isolated rewards (rq.url) cannot be used: {error}",
+            retryable=True,
+            detail="unreachable",
+        )
 
     def _enqueue(self, name: str, token: str, answer: str, label: str) -> None:
         from rq import Queue, Retry  # 0.2 s that only workers with isolated rewards pay
@@ -143,9 +179,10 @@ class Isolated:
             try:
                 popped = await self._reader.blpop([self._key], timeout=BLOCK_S)
             except (redis.RedisError, OSError) as error:
-                log.warning("judgements_unreadable", error=str(error))
+                self._say_away(error)
                 await asyncio.sleep(_RECONNECT_S)
                 continue
+            self._is_away = False
             if popped is not None:
                 self._deliver(popped[1])
             if not self._waiting and not self._closing:

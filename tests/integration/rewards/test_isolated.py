@@ -68,9 +68,9 @@ def verifier(valkey_url: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @asynccontextmanager
-async def asking(url: str, run: str, timeout_s: float = 5.0) -> AsyncIterator[Isolated]:
+async def asking(url: str, run: str, timeout_s: float = 5.0, **how: Any) -> AsyncIterator[Isolated]:
     isolated = Isolated(
-        redis_url=url, rq_url=None, run=run, incarnation="0123456789ab", timeout_s=timeout_s
+        redis_url=url, rq_url=None, run=run, incarnation="0123456789ab", timeout_s=timeout_s, **how
     )
     try:
         yield isolated
@@ -152,11 +152,37 @@ async def test_a_job_that_nobody_runs_cannot_hang_the_worker(
             assert 0 < client.ttl(job) <= 1
 
 
-async def test_a_queue_that_cannot_be_reached_is_a_retryable_fault(run_name: str) -> None:
-    async with asking(f"redis://127.0.0.1:{free_port()}", run_name) as isolated:
-        with pytest.raises(RewardFault, match="cannot be reached") as caught:
+async def test_a_queue_that_stays_away_is_a_retryable_fault(run_name: str) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    async with asking(url, run_name, patience_s=0.5) as isolated:
+        with pytest.raises(RewardFault, match="cannot be used") as caught:
             await isolated.judge("math_verify", "8", "8")
     assert (caught.value.detail, caught.value.retryable) == ("unreachable", True)
+
+
+async def test_a_judgement_waits_for_a_server_that_is_away_or_full_and_is_asked_for_again(
+    run_name: str,
+) -> None:
+    with DevServer() as server:
+        process = start_verifier(server.url)
+        try:
+            async with asking(server.url, run_name, timeout_s=1.0) as isolated:
+                with redis.Redis.from_url(server.url) as client:
+                    client.config_set("maxmemory", 1)
+                    asked = asyncio.create_task(isolated.judge("math_verify", "8", "8"))
+                    await until(lambda: isolated._outages > 1)
+                    client.config_set("maxmemory", 0)
+                    assert await asyncio.wait_for(asked, 10) == 1.0
+                # Away while the judge works: job and judgement are lost with the server.
+                asked = asyncio.create_task(isolated.judge("math_verify", HANGS, "8"))
+                await until(lambda: children(process))
+                server.kill()
+                await until(lambda: isolated._outages > 2)
+                server.start()
+                with pytest.raises(RewardFault, match="killed after 1 s"):
+                    await asyncio.wait_for(asked, 15)
+        finally:
+            end(process)
 
 
 async def test_what_nobody_waits_for_is_dropped(valkey_url: str, run_name: str) -> None:
