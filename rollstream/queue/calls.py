@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rollstream.errors import DropReason, MemberReason, Report, RunLost
+from rollstream.queue.keys import EVALUATION_PRIORITY
 
 T = TypeVar("T")
 Arg = bytes | str | int | float
@@ -154,6 +155,8 @@ class RewindAnswer:
     """Live groups withdrawn because the checkpoint counts them as trained."""
     beyond: int = 0
     """Live groups withdrawn because they lie beyond the window; they come again."""
+    more: bool = False
+    """Live groups are left to withdraw: repeat the call (`sweep` does it too)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +212,31 @@ def open_run(schema: int, fingerprint: str, budgets: dict[str, Arg]) -> ScriptCa
 
 
 def enqueue(
-    group_index: int | str, n: int, prompt: bytes, *, priority: int = 0, timeout_ms: int = 0
+    group_index: int | str,
+    n: int,
+    prompt: bytes,
+    *,
+    priority: int | None = None,
+    timeout_ms: int = 0,
 ) -> ScriptCall[str]:
     """Add one group: `new`, `dup`, `done`, `full`, `wait`, or the state of a run that takes none.
 
     `full` is also the answer when the server's memory is; `lost` when there is no such run.
+
+    Args:
+        group_index: a whole number, or `e:…` for an evaluation.
+        n: its members, at least one.
+        prompt: its record.
+        priority: the lower runs first; None is 0, and for an evaluation in front of all others.
+        timeout_ms: from its first lease to its deadline; 0 is none.
+
+    Raises:
+        ValueError: `n` is not positive; such a group would never end.
     """
+    if n < 1:
+        raise ValueError(f"group {group_index}: n = {n}, a group has at least one member")
+    if priority is None:
+        priority = EVALUATION_PRIORITY if str(group_index).startswith("e:") else 0
     args = (group_index, n, priority, timeout_ms, prompt)
     return ScriptCall("enqueue", args, _one_text)
 
@@ -445,15 +467,17 @@ def _parse_state(answer: Any) -> StateAnswer:
 
 
 def rewind(consumer: str, rewind_id: str, frontier: int, bitmap: bytes) -> ScriptCall[RewindAnswer]:
-    """Set the frontier to a checkpoint's; a repeat with the same id answers and does nothing."""
+    """Set the frontier to a checkpoint's; repeats with the same id drop what is left, by pages."""
     return ScriptCall("rewind", (consumer, rewind_id, frontier, bitmap), _parse_rewind)
 
 
 def _parse_rewind(answer: Any) -> RewindAnswer:
     if len(answer) < 4:
         return RewindAnswer(taken=True)
-    frontier, epoch, seen, beyond = (int(value) for value in answer)
-    return RewindAnswer(taken=False, frontier=frontier, epoch=epoch, seen=seen, beyond=beyond)
+    frontier, epoch, seen, beyond, more = (int(value) for value in answer)
+    return RewindAnswer(
+        taken=False, frontier=frontier, epoch=epoch, seen=seen, beyond=beyond, more=bool(more)
+    )
 
 
 # --- the operator's calls ------------------------------------------------------------------------

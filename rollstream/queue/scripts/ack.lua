@@ -14,8 +14,8 @@ local function acknowledge(gid)
   if end_group(gid, 'acked') then return 'acked' end
   local id, run = tonumber(gid), read(M, 'frontier', 'base')
   if not id or is_terminal(id, tonumber(run.frontier), tonumber(run.base)) then return 'done' end
-  mark_terminal(gid)
   call('HINCRBY', K .. 'c', 'reacked', 1)
+  mark_terminal(gid)
   return 'lost'
 end
 

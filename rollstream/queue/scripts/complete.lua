@@ -5,46 +5,72 @@
 -- member: completed failed_finally
 -- answer: per member: members left | dup | fenced | too_large
 -- repeat: dup, or fenced once the group is gone; no result is written (the counter `fenced` counts)
--- uses: member
+-- uses: clock member
 local answer, completed, fenced = {}, 0, 0
-local max_bytes = nil
+local max_bytes = tonumber(call('HGET', M, 'max_body') or math.huge)
+
+-- The member keeps its lease (for one lease from now), as if nothing had been reported.
+local function take_back(gid, g, i, lease_id, old)
+  local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at')
+  call('HDEL', g, 'f' .. i, 'h' .. i)
+  call('HSET', g, 'left', old.left, 'bytes', old.bytes or 0)
+  if not old.bytes then call('HDEL', g, 'bytes') end
+  call('HDEL', body_key(gid), i, 'x' .. i)
+  call('ZADD', K .. 'l', int(clock_of(run) + tonumber(run.lease_ms)), lease_id)
+end
 
 local function land(gid, i, token, header, body, text)
-  local g = group_key(gid)
-  if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then
+  local g, lease_id = group_key(gid), gid .. ':' .. i .. ':' .. token
+  local size = #header + #body + #text
+  if size > max_bytes then check_types(unpack(FAILING)) end
+  if call('ZREM', K .. 'l', lease_id) == 0 then
     return group_values(g, 'f' .. i)[1] == token and 'dup' or 'fenced'
   end
   local row = group_values(g, 'state', 'left', 'k' .. i, 'bytes')
   if not row[1] then met_vanished(gid) end
   if row[1] ~= 'open' then return 'fenced' end
-  local size = #header + #body + #text
-  max_bytes = max_bytes or tonumber(call('HGET', M, 'max_body') or math.huge)
   if size > max_bytes then
     fail_member(gid, g, i, 'too_large', too_large_text(size, max_bytes))
     return 'too_large'
   end
+  local stored = nil
+  if text == '' then
+    stored = redis.pcall('HSET', body_key(gid), i, body)
+  else
+    stored = redis.pcall('HSET', body_key(gid), i, body, 'x' .. i, text)
+  end
+  if type(stored) == 'table' then -- another program's key: the walk ends the group
+    begin_walk()
+    return 'fenced'
+  end
   local left = tonumber(row[2]) - 1
   call('HSET', g, 'left', left, 'f' .. i, token, 'h' .. i, header,
     'bytes', (row[4] or 0) + #body + #text)
-  if text == '' then
-    call('HSET', body_key(gid), i, body)
-  else
-    call('HSET', body_key(gid), i, body, 'x' .. i, text)
+  if left == 0 then
+    local ok, problem = pcall(group_full, gid, g)
+    if not ok then
+      take_back(gid, g, i, lease_id, {left = row[2], bytes = row[4]})
+      error(problem)
+    end
   end
   if row[3] then
     call('HDEL', g, 'k' .. i)
     call('HDEL', body_key(gid), 'p' .. i)
   end
-  if left == 0 then group_full(gid, g) end
   return left
 end
 
-for j = 1, #ARGV, 6 do
-  local outcome = land(unpack(ARGV, j, j + 5))
-  if type(outcome) == 'number' then completed = completed + 1 end
-  if outcome == 'fenced' then fenced = fenced + 1 end
-  answer[#answer + 1] = outcome
+local function land_all()
+  for j = 1, #ARGV, 6 do
+    local outcome = land(unpack(ARGV, j, j + 5))
+    if type(outcome) == 'number' then completed = completed + 1 end
+    if outcome == 'fenced' then fenced = fenced + 1 end
+    answer[#answer + 1] = outcome
+  end
 end
-if completed > 0 then call('HINCRBY', K .. 'c', 'completed', completed) end
-if fenced > 0 then call('HINCRBY', K .. 'c', 'fenced', fenced) end
-return answer
+
+local ok, problem = pcall(land_all)
+-- What landed has landed, whether it can be counted or not.
+if completed > 0 then redis.pcall('HINCRBY', K .. 'c', 'completed', completed) end
+if fenced > 0 then redis.pcall('HINCRBY', K .. 'c', 'fenced', fenced) end
+return ok and answer or failure(problem)

@@ -5,7 +5,7 @@
 -- member: -
 -- answer: state version control_seq epoch consumer connects rewind_id | lost | unknown
 -- repeat: the same answer, nothing is written
--- uses: clock wake control
+-- uses: clock wake control types
 local BUDGETS = {cap = true, W = true, lease_ms = true, max_attempts = true, max_crashes = true,
                  max_requeues = true, max_stale = true, max_body = true}
 permit_full_memory()
@@ -49,6 +49,7 @@ function change.set(budget, value)
   return true
 end
 
+check_types('ctl', 'bell')
 local op = ARGV[1]
 if not change[op] or (op == 'set' and not BUDGETS[ARGV[2]]) then return {'unknown'} end
 if change[op](ARGV[2], ARGV[3]) then announce(op, ARGV[2]) end

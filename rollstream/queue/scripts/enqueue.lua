@@ -7,7 +7,7 @@
 -- answer: new | dup | done | full | wait frontier | the state of a run that takes none | lost
 -- repeat: dup (done, once the group ended), nothing is written
 -- memory: refused on purpose (the only script that is); answers full
--- uses: queueing frontier damage
+-- uses: queueing frontier damage types
 local PRIORITY_STEP = 1099511627776 -- 2^40 groups of one priority before the next begins
 local gid, n, priority, timeout_ms, prompt = unpack(ARGV)
 local run = read(M, 'state', 'cap', 'frontier', 'base', 'W')
@@ -32,8 +32,17 @@ if call('SADD', K .. (id and 'gs' or 'ge'), gid) == 0 then
   return {'dup'}
 end
 local score = int(tonumber(priority) * PRIORITY_STEP + seq)
-call('HSET', g, 'n', n, 'left', n, 'state', 'open', 'score', score, 'timeout_ms', timeout_ms,
-  'prompt', prompt, 'life', 0)
-call('HINCRBY', K .. 'c', id and 'enqueued' or 'e.enqueued', 1)
-queue_members(gid, n, score)
-return {'new'}
+local counter, is_counted = id and 'enqueued' or 'e.enqueued', false
+local ok, problem = pcall(function()
+  call('HINCRBY', K .. 'c', counter, 1)
+  is_counted = true
+  queue_members(gid, n, score)
+  call('HSET', g, 'n', n, 'left', n, 'state', 'open', 'score', score, 'timeout_ms', timeout_ms,
+    'prompt', prompt, 'life', 0)
+end)
+if ok then return {'new'} end
+-- A key of the run is another program's: nothing of the group may stay.
+call('SREM', K .. (id and 'gs' or 'ge'), gid)
+if is_counted then call('HINCRBY', K .. 'c', counter, -1) end
+for i = 0, n - 1 do redis.pcall('ZREM', K .. 'q', gid .. ':' .. i) end
+return failure(problem)

@@ -8,6 +8,7 @@
 -- uses: clock member
 local gid, i, token, kind, reason, text, delay_ms = unpack(ARGV)
 local g = group_key(gid)
+check_types('q', 's', 'd', 'bell', 'vanished', unpack(FAILING))
 if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then return 'fenced' end
 local state = group_values(g, 'state')[1]
 if not state then met_vanished(gid) end

@@ -37,7 +37,8 @@ local held, is_suspect = {}, {}  -- lease ids of suspects that this worker runs;
 
 local function crashes_of(gid, i) return tonumber(call('HGET', group_key(gid), 'x' .. i)) or 0 end
 
-local function take_suspects()
+-- `training_limit`: ids that may be taken before one of a training group is; evaluations run first.
+local function take_suspects(training_limit)
   local alone, taken = false, 0
   for lease_id in string.gmatch(call('HGET', K .. 'ws', worker) or '', '%S+') do
     if call('ZSCORE', K .. 'l', lease_id) then
@@ -46,8 +47,9 @@ local function take_suspects()
     end
   end
   while not alone and #held + taken < MAX_SUSPECTS and #ids < limit do
-    local id = call('ZRANGE', K .. 's', 0, 0)[1]
-    if not id then break end
+    local head = call('ZRANGE', K .. 's', 0, 0, 'WITHSCORES')
+    local id = head[1]
+    if not id or (tonumber(head[2]) >= 0 and #ids >= training_limit) then break end
     if crashes_of(split_member(id)) >= ALONE_CRASHES then
       if #held + taken > 0 then break end
       alone = true
@@ -64,12 +66,15 @@ if not repeated then
   local queued, suspects = call('ZCARD', K .. 'q'), call('ZCARD', K .. 's')
   local share = math.ceil((queued + suspects) / call('ZCARD', K .. 'w'))
   limit = math.min(limit, MAX_LEASE, math.max(FAIR_SHARE, share))
-  if suspects > 0 then take_suspects() end
-  if queued > 0 and limit > #ids then
-    local want = limit - #ids
+  if suspects > 0 then
+    check_types('bell')
+    take_suspects(limit - call('ZCOUNT', K .. 'q', '-inf', '(0'))
+  end
+  local want = limit - #ids
+  if queued > want then ring('bell') end  -- the next waiting worker
+  if queued > 0 and want > 0 then
     local popped = call('ZPOPMIN', K .. 'q', want)
     for j = 1, #popped, 2 do ids[#ids + 1] = popped[j] end
-    if queued > want then ring('bell') end  -- the next waiting worker
   end
 end
 
@@ -89,10 +94,12 @@ end
 
 local token_prefix = worker .. '-' .. call_no .. '-'
 local expires, leases = int(clock + tonumber(run.lease_ms)), {}
+local first_leased = {} -- groups
 
 -- The group's deadline and its version begin with its first lease.
 local function first_lease(gid, g, timeout_ms)
   local deadline = timeout_ms > 0 and run_clock + timeout_ms or 0
+  first_leased[#first_leased + 1] = gid
   call('HSET', g, 'deadline', int(deadline), 'version', run.version)
   if deadline > 0 then call('ZADD', K .. 'dl', int(deadline), gid) end
   if not is_evaluation(gid) then call('ZADD', K .. 'age', run.version, gid) end
@@ -115,6 +122,7 @@ local function lease_group(gid)
   if not repeated then
     deadline = deadline or first_lease(gid, g, timeout_ms)
     if deadline > 0 and deadline <= run_clock then
+      check_types(unpack(FAILING))
       for _, place in ipairs(places) do
         fail_member(gid, g, member_at[place], 'deadline', 'the deadline of the group passed')
       end
@@ -150,13 +158,34 @@ local function lease_group(gid)
 end
 
 local answer = {run.state, run.version, run.control_seq}
-for _, gid in ipairs(groups) do
-  local row = lease_group(gid)
-  if row then answer[#answer + 1] = row end
+
+local function hand_out()
+  for _, gid in ipairs(groups) do
+    local row = lease_group(gid)
+    if row then answer[#answer + 1] = row end
+  end
+  if #leases > 0 then call('ZADD', K .. 'l', unpack(leases)) end
+  if next(is_suspect) then call('HSET', K .. 'ws', worker, table.concat(held, ' ')) end
+  if not repeated and #ids > 0 then
+    call('HSET', K .. 'wl', worker, call_no .. ' ' .. table.concat(ids, ' '))
+  end
 end
-if #leases > 0 then call('ZADD', K .. 'l', unpack(leases)) end
-if next(is_suspect) then call('HSET', K .. 'ws', worker, table.concat(held, ' ')) end
-if not repeated and #ids > 0 then
-  call('HSET', K .. 'wl', worker, call_no .. ' ' .. table.concat(ids, ' '))
+
+-- A key of the run is another program's: what was taken waits again where it waited.
+local function put_back()
+  for _, gid in ipairs(first_leased) do
+    redis.pcall('ZREM', K .. 'dl', gid)
+    redis.pcall('ZREM', K .. 'age', gid)
+    call('HDEL', group_key(gid), 'deadline', 'version')
+  end
+  for _, id in ipairs(ids) do
+    local gid, i = split_member(id)
+    local row = group_values(group_key(gid), 'score', 'f' .. i)
+    if row[1] and not row[2] then call('ZADD', K .. (is_suspect[id] and 's' or 'q'), row[1], id) end
+  end
 end
-return answer
+
+local ok, problem = pcall(hand_out)
+if ok then return answer end
+put_back()
+return failure(problem)

@@ -5,9 +5,10 @@
 -- member: -
 -- answer: created state | same state | mismatch schema fingerprint
 -- repeat: same, with the budgets set once more to the same values
--- uses: clock control streams
+-- uses: clock control streams types
 local schema, fingerprint = ARGV[1], ARGV[2]
 permit_full_memory()
+check_types('ctl', 'full', 'ready')
 local run = read(M, 'schema', 'fingerprint', 'state')
 if run.state and (run.schema ~= schema or run.fingerprint ~= fingerprint) then
   return {'mismatch', run.schema or '', run.fingerprint or ''}

@@ -8,17 +8,22 @@
 -- uses: member
 local gid, i, token, body = unpack(ARGV)
 local g = group_key(gid)
+check_types('q', 's', 'bell', 'vanished', unpack(FAILING))
+local max_bytes = tonumber(call('HGET', M, 'max_body') or math.huge)
 if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then return 'fenced' end
 local state = group_values(g, 'state')[1]
 if not state then met_vanished(gid) end
 if state ~= 'open' then return 'fenced' end
-local max_bytes = tonumber(call('HGET', M, 'max_body') or math.huge)
 if #body > max_bytes then
   fail_member(gid, g, i, 'too_large', too_large_text(#body, max_bytes))
   return 'too_large'
 end
+local stored = redis.pcall('HSET', body_key(gid), 'p' .. i, body)
+if type(stored) == 'table' then -- another program's key: the walk ends the group
+  begin_walk()
+  return 'fenced'
+end
 call('HSET', g, 'k' .. i, #body, 'parked', 1)
-call('HSET', body_key(gid), 'p' .. i, body)
 call('HINCRBY', K .. 'c', 'parked', 1)
 send_back(gid, g, i)
 return 'parked'

@@ -3,14 +3,19 @@
 -- keys: m HASH, cur STRING, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, past STREAM, room LIST, ctl STREAM, vanished HASH
 -- group: dropped
 -- member: group_ended
--- answer: frontier epoch seen beyond | taken
--- repeat: frontier and epoch with 0 0, nothing is written
--- uses: ending control
+-- answer: frontier epoch seen beyond more | taken
+-- repeat: drops the next page; frontier and epoch with 0 0 0 where nothing is left to drop
+-- uses: rewinding control
 local consumer, rewind_id, frontier, bitmap = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 permit_full_memory()
-local run = read(M, 'consumer', 'rewind_id', 'W', 'frontier', 'epoch')
+local run = read(M, 'consumer', 'rewind_id', 'frontier', 'epoch', 'rewinding')
 if run.consumer ~= consumer then return {'taken'} end
-if run.rewind_id == rewind_id then return {run.frontier, run.epoch, 0, 0} end
+if run.rewind_id == rewind_id then
+  if not run.rewinding then return {run.frontier, run.epoch, 0, 0, 0} end
+  local seen, beyond, more = drop_rewound(run.rewinding)
+  return {run.frontier, run.epoch, seen, beyond, more and 1 or 0}
+end
+check_types('gs', 'cur', 'past', 'room', 'ctl', unpack(PLACES))
 local base = math.floor(frontier / 8) * 8
 call('DEL', K .. 'cur')
 if bitmap ~= '' then call('SET', K .. 'cur', bitmap) end
@@ -20,17 +25,7 @@ if bitmap ~= '' or frontier > base then
 end
 call('HSET', M, 'frontier', int(frontier), 'base', int(base), 'rewind_id', rewind_id, 'done', 0)
 local epoch = call('HINCRBY', M, 'epoch', 1)
-local seen, beyond, window_end = 0, 0, frontier + tonumber(run.W)
-for _, gid in ipairs(call('SMEMBERS', K .. 'gs')) do
-  local id = tonumber(gid)
-  if is_terminal(id, frontier, base) then
-    end_group(gid, 'dropped', 'seen', 'the checkpoint counts it as ended', true)
-    seen = seen + 1
-  elseif id >= window_end then
-    end_group(gid, 'dropped', 'withdrawn', 'beyond the window after a rewind', true)
-    beyond = beyond + 1
-  end
-end
+local seen, beyond, more = drop_rewound('0')
 announce('epoch', epoch)
 ring('room')
-return {int(frontier), epoch, seen, beyond}
+return {int(frontier), epoch, seen, beyond, more and 1 or 0}

@@ -5,15 +5,16 @@
 -- member: came_due sent_back failed_finally group_ended
 -- answer: more expired promoted deadlines evicted aborted grace vanished | -1 (no such run)
 -- repeat: the next page
--- uses: clock member looking
+-- uses: clock member looking rewinding
 local STALE_PAGE, ABORT_PAGE = 16, 16
 local MAX_ENDED = 512      -- members of groups that one page drops
 local FORGET_LEASES = 4    -- a process unseen for so many leases is no longer present
 local page = tonumber(ARGV[1])
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
-  'version', 'max_stale', 'max_crashes', 'grace_until')
+  'version', 'max_stale', 'max_crashes', 'grace_until', 'rewinding')
 if not run.state then return {-1} end
+for name in pairs(TYPES) do check_types(name) end
 local clock, run_clock, jumped = clock_of(run)
 local lease_ms = tonumber(run.lease_ms)
 -- Nobody could beat while the server was away, so nothing expires for one lease.
@@ -59,17 +60,16 @@ local function expire_leases()
   return expired
 end
 
+-- Ends members without an end, some hundred a call; returns how many, and whether all have one.
 local function fail_unfinished(gid, g, n)
-  take_out_members(gid, g, n)
+  local ended = 0
   for first = 0, n - 1, CHUNK do
-    local names = {}
-    for i = first, math.min(first + CHUNK, n) - 1 do names[#names + 1] = 'f' .. i end
-    for j, final in ipairs(call('HMGET', g, unpack(names))) do
-      if not final then
-        fail_member(gid, g, int(first + j - 1), 'deadline', 'the deadline of the group passed')
-      end
-    end
+    if ended >= MAX_ENDED then return ended, false end
+    local members = take_out_some(gid, g, first, math.min(first + CHUNK, n) - 1)
+    fail_members(gid, g, members, 'deadline', 'the deadline of the group passed')
+    ended = ended + #members
   end
+  return ended, true
 end
 
 local function end_deadlines()
@@ -79,11 +79,13 @@ local function end_deadlines()
     if work >= page then more = 1; break end
     local g = group_key(gid)
     local row = read_group(g, 'state', 'n')
-    call('ZREM', K .. 'dl', gid)
     if row.state == 'open' then
-      fail_unfinished(gid, g, tonumber(row.n))
+      local members, is_all = fail_unfinished(gid, g, tonumber(row.n))
+      work = work + members
+      if not is_all then more = 1; break end -- it stays due for the next page
       ended = ended + 1
-      work = work + tonumber(row.n)
+    else
+      call('ZREM', K .. 'dl', gid)
     end
   end
   full_page(#due, page)
@@ -150,5 +152,10 @@ local deadlines = end_deadlines()
 local evicted = evict_stale()
 local aborted = abort_groups()
 forget_absent()
+-- A trainer that rewound and died before all was dropped.
+if run.rewinding then
+  local _, _, is_left = drop_rewound(run.rewinding)
+  if is_left then more = 1 end
+end
 if look(clock, lease_ms / 2) then more = 1 end
 return {more, expired, promoted, deadlines, evicted, aborted, in_grace and 1 or 0, num_vanished}

@@ -18,9 +18,13 @@ if judgement == 'drop' then
   end_group(gid, 'dropped', reason, detail)
   return 'dropped'
 end
-remove_entry('full', 'aggregators', message)
 local ready_id = call('XADD', K .. 'ready', '*', 'g', gid, 'n', row.n, 'b', row.bytes or 0,
   'p', call('HSTRLEN', g, 'prompt'))
+local ok, problem = pcall(remove_entry, 'full', 'aggregators', message)
+if not ok then
+  call('XDEL', K .. 'ready', ready_id)
+  return failure(problem)
+end
 call('HSET', g, 'state', 'ready', 'ready_id', ready_id)
 for j = 6, #ARGV, 2 do call('HSET', g, 'h' .. ARGV[j], ARGV[j + 1]) end
 return 'ready'

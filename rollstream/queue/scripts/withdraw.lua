@@ -18,6 +18,6 @@ if not run.frontier then return 'lost' end
 local frontier = tonumber(run.frontier)
 if id >= frontier + tonumber(run.W) then return 'wait' end
 if is_terminal(id, frontier, tonumber(run.base)) then return 'done' end
-mark_terminal(gid)
 call('HINCRBY', K .. 'c', 'skipped', 1)
+mark_terminal(gid)
 return 'skipped'

@@ -1,28 +1,33 @@
 -- ending: a group ends as acked or dropped, and nothing of it is left.
--- uses: wake frontier ids damage
+-- uses: wake frontier ids damage types
 local CHUNK = 512       -- Lua unpacks at most some thousands of values
 local PAST_LENGTH = 1000
 local PAST_MEMBERS = 8  -- members whose header and error a drop's record keeps
 
--- Takes every member that waits or is leased from its set.
-local function take_out_members(gid, g, n)
-  for first = 0, n - 1, CHUNK do
-    local last = math.min(first + CHUNK - 1, n - 1)
-    local names = {}
-    for i = first, last do names[#names + 1] = 'f' .. i; names[#names + 1] = 't' .. i end
-    local values, waiting, leased = call('HMGET', g, unpack(names)), {}, {}
-    for i = first, last do
-      local final, token = values[2 * (i - first) + 1], values[2 * (i - first) + 2]
-      if not final then
-        waiting[#waiting + 1] = gid .. ':' .. i
-        if token then leased[#leased + 1] = gid .. ':' .. i .. ':' .. token end
-      end
+-- Takes members `first` to `last` (CHUNK at most) from their sets; returns those without an end.
+local function take_out_some(gid, g, first, last)
+  local names = {}
+  for i = first, last do names[#names + 1] = 'f' .. i; names[#names + 1] = 't' .. i end
+  local values, members, waiting, leased = call('HMGET', g, unpack(names)), {}, {}, {}
+  for i = first, last do
+    local final, token = values[2 * (i - first) + 1], values[2 * (i - first) + 2]
+    if not final then
+      members[#members + 1] = i
+      waiting[#waiting + 1] = gid .. ':' .. i
+      if token then leased[#leased + 1] = gid .. ':' .. i .. ':' .. token end
     end
-    if #waiting > 0 then
-      for _, set in ipairs({'q', 's', 'd'}) do call('ZREM', K .. set, unpack(waiting)) end
-    end
-    if #leased > 0 then call('ZREM', K .. 'l', unpack(leased)) end
   end
+  -- Each of them is in exactly one set: what was found need not be looked for elsewhere.
+  local left = #waiting
+  if #leased > 0 then left = left - call('ZREM', K .. 'l', unpack(leased)) end
+  for _, set in ipairs({'q', 's', 'd'}) do
+    if left > 0 then left = left - call('ZREM', K .. set, unpack(waiting)) end
+  end
+  return members
+end
+
+local function take_out_members(gid, g, n)
+  for first = 0, n - 1, CHUNK do take_out_some(gid, g, first, math.min(first + CHUNK, n) - 1) end
 end
 
 local function remove_entry(stream, consumers, message)
@@ -79,6 +84,9 @@ local function take_out_traces(gid)
   end
 end
 
+-- What a group is taken out of, and where that is counted.
+local PLACES = {'q', 's', 'd', 'l', 'full', 'ready', 'age', 'dl', 'c', 'vanished'}
+
 -- Takes a live group from everywhere that refers to it, but for the set of live groups.
 local function take_out_group(gid, g, row, no_traces)
   local delivered = row.state == 'delivered'
@@ -106,6 +114,7 @@ end
 -- come again; `no_traces`: its hash vanished, and what was left of it is taken out.
 local function end_group(gid, outcome, reason, detail, keep_id, no_traces)
   local evaluation = is_evaluation(gid)
+  check_types('cur', 'past', 'room', unpack(PLACES))
   if call('SREM', K .. (evaluation and 'ge' or 'gs'), gid) == 0 then return false end
   local g = group_key(gid)
   local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'why')

@@ -34,8 +34,33 @@ local function has_parked(g, n)
   return false
 end
 
+local last_read = nil -- what aggregators were given of `full`, up to where
+
+local function is_behind(message, last)
+  local ms, seq = string.match(message, '^(%d+)-(%d+)$')
+  local last_ms, last_seq = string.match(last, '^(%d+)-(%d+)$')
+  if ms ~= last_ms then return tonumber(ms) < tonumber(last_ms) end
+  return tonumber(seq) <= tonumber(last_seq)
+end
+
+-- An entry that was given to a consumer, and whose consumer was deleted, comes to nobody again.
+-- (The trainer reads its stream from the start when it idles.)
+local function is_forgotten(message)
+  if not last_read then
+    local group = call('XINFO', 'GROUPS', K .. 'full')[1] or {}
+    for j = 1, #group, 2 do
+      if group[j] == 'last-delivered-id' then last_read = group[j + 1] end
+    end
+  end
+  return last_read and is_behind(message, last_read)
+    and #call('XPENDING', K .. 'full', 'aggregators', message, message, 1) == 0
+end
+
 local function restore_entry(gid, g, n, stream, field, message)
-  if message and #call('XRANGE', K .. stream, message, message) == 1 then return end
+  if message and #call('XRANGE', K .. stream, message, message) == 1 then
+    if stream == 'ready' or not is_forgotten(message) then return end
+    call('XDEL', K .. stream, message)
+  end
   call('HSET', g, field, call('XADD', K .. stream, '*', 'g', gid, 'n', n))
 end
 

@@ -1,5 +1,5 @@
 -- member: how a member waits again or fails for good, and how a group becomes full.
--- uses: wake ids damage
+-- uses: wake ids damage types
 local SUSPECT_CRASHES = 2
 
 local function group_full(gid, g)
@@ -7,20 +7,39 @@ local function group_full(gid, g)
   -- The sizes are for readers, who bound what one round trip asks for.
   local message = call('XADD', K .. 'full', '*', 'g', gid, 'n', row[1], 'b', row[2] or 0,
     'p', call('HSTRLEN', g, 'prompt'))
+  local removed = redis.pcall('ZREM', K .. 'dl', gid) -- only an open group has a deadline
+  if type(removed) == 'table' then
+    call('XDEL', K .. 'full', message)
+    error(removed.err)
+  end
   call('HSET', g, 'state', 'full', 'full_id', message)
-  call('ZREM', K .. 'dl', gid) -- only an open group has a deadline
 end
 
--- One member failed for good; the caller took it from its set.
-local function fail_member(gid, g, i, reason, text)
-  local left = call('HINCRBY', g, 'left', -1)
-  call('HSET', g, 'f' .. i, 'x:' .. reason, 'e' .. i, reason .. ' ' .. text)
+-- Members of a group failed for good; the caller took them from their sets, and checked `FAILING`
+-- before.
+local FAILING = {'full', 'dl', 'c'}
+local function fail_members(gid, g, members, reason, text)
+  if #members == 0 then return end
+  local ends, flags, parked = {}, {}, {}
+  for _, i in ipairs(members) do
+    ends[#ends + 1] = 'f' .. i
+    ends[#ends + 1] = 'x:' .. reason
+    ends[#ends + 1] = 'e' .. i
+    ends[#ends + 1] = reason .. ' ' .. text
+    flags[#flags + 1] = 'k' .. i
+  end
+  call('HSET', g, unpack(ends))
   call('HSETNX', g, 'why', reason)
-  call('HINCRBY', g, 'failed', 1)
-  if call('HDEL', g, 'k' .. i) == 1 then call('HDEL', body_key(gid), 'p' .. i) end
-  call('HINCRBY', K .. 'c', 'member_failed:' .. reason, 1)
-  if left == 0 then group_full(gid, g) end
+  call('HINCRBY', g, 'failed', #members)
+  if call('HDEL', g, unpack(flags)) > 0 then
+    for _, i in ipairs(members) do parked[#parked + 1] = 'p' .. i end
+    call('HDEL', body_key(gid), unpack(parked))
+  end
+  call('HINCRBY', K .. 'c', 'member_failed:' .. reason, #members)
+  if call('HINCRBY', g, 'left', -#members) == 0 then group_full(gid, g) end
 end
+
+local function fail_member(gid, g, i, reason, text) fail_members(gid, g, {i}, reason, text) end
 
 local function too_large_text(size, max_bytes)
   return int(size) .. ' bytes, allowed are ' .. int(max_bytes)
@@ -34,8 +53,8 @@ local function send_back(gid, g, i, due)
   else
     local row = call('HMGET', g, 'score', 'x' .. i)
     local suspect = (tonumber(row[2]) or 0) >= SUSPECT_CRASHES
-    call('ZADD', K .. (suspect and 's' or 'q'), row[1], id)
     ring('bell')
+    call('ZADD', K .. (suspect and 's' or 'q'), row[1], id)
   end
 end
 

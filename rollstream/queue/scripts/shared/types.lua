@@ -1,0 +1,26 @@
+-- types: a key of the run that is another program's is refused before anything is changed, because
+-- a script that raises half-way keeps what it did so far.
+local TYPES = {q = 'zset', s = 'zset', d = 'zset', l = 'zset', age = 'zset', dl = 'zset', gs = 'set',
+               ge = 'set', full = 'stream', ready = 'stream', past = 'stream', ctl = 'stream',
+               bell = 'list', room = 'list', cur = 'string', c = 'hash', w = 'zset', wp = 'zset',
+               wa = 'zset', wl = 'hash', ws = 'hash', wh = 'hash', vanished = 'hash'}
+local checked = {}
+
+local function check_types(...)
+  for _, name in ipairs({...}) do
+    if not checked[name] then
+      local kind = call('TYPE', K .. name).ok
+      if kind ~= 'none' and kind ~= TYPES[name] then
+        error('WRONGTYPE ' .. K .. name .. ' is a ' .. kind .. ' of another program, where this run '
+          .. 'keeps a ' .. TYPES[name] .. ': remove it')
+      end
+      checked[name] = true
+    end
+  end
+end
+
+-- What a script answers that undid its changes.
+local function failure(problem)
+  if type(problem) == 'table' then return problem end
+  return redis.error_reply(tostring(problem))
+end
