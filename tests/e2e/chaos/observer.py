@@ -18,11 +18,14 @@ from typing import Any
 
 import redis
 
+from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
+from rollstream.queue.calls import AuditAnswer
 from rollstream.queue.keys import FULL_GROUP
 from rollstream.runs import OUTAGES
 
 POLL_S = 0.1
+AUDIT_S = 1.0
 PAGE = 500
 StreamId = tuple[int, int]
 
@@ -52,12 +55,16 @@ class Observer:
         num_ended: groups that ended, as far as was ever seen (a rolled-back server lowers nothing).
         replays: deliveries of entries of `full` beyond the first.
         longest_stall_s: the longest time in which nothing ended, while `timing`.
+        accounting_difference: the largest one that any audit found.
+        problems: what deep audits named, whenever it was.
     """
 
     def __init__(self, port: int, run: str) -> None:
         self.drops: dict[StreamId, Drop] = {}
         self.num_ended = 0
         self.longest_stall_s = 0.0
+        self.accounting_difference = 0
+        self.problems: set[str] = set()
         self.findings: list[str] = []
         self.depths: dict[str, int] = {}
         """Of the run, when it was last seen."""
@@ -70,6 +77,7 @@ class Observer:
         self._restarted = threading.Event()
         self._stop = threading.Event()
         self._last: StreamId = (0, 0)
+        self._next_audit_mono_s = 0.0
         self._ended_now = 0
         self._moved_mono_s: float | None = None
         self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
@@ -79,10 +87,20 @@ class Observer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(10)
+        self._join()
         self._client.close()
         self._queue.close()
+
+    def settle(self) -> AuditAnswer:
+        """End the watch with a last look, once nothing happens any more."""
+        self._join()
+        self.read_drops()
+        self.reconcile()
+        return self.audit()
+
+    def _join(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
 
     @property
     def replays(self) -> int:
@@ -127,8 +145,19 @@ class Observer:
         self._ended_now = ended
         with contextlib.suppress(redis.ResponseError):  # before the run is open
             self._count_deliveries()
+        if time.monotonic() >= self._next_audit_mono_s:
+            self._next_audit_mono_s = time.monotonic() + AUDIT_S
+            self.audit()
         while not self._errands.empty():
             self._errands.get()(self._queue)
+
+    def audit(self) -> AuditAnswer:
+        """Have the queue prove its accounts, at this instant, and keep what is wrong."""
+        found = self._queue.call(calls.audit(deep=True))
+        difference = abs(found.enqueued - found.acked - found.dropped - found.live)
+        self.accounting_difference = max(self.accounting_difference, difference)
+        self.problems.update(found.problems)
+        return found
 
     def _moved(self, count: int) -> None:
         self.num_ended += count

@@ -64,7 +64,7 @@ class Report:
             "lost": "groups of which nothing says how they ended",
             "twice": "groups that were trained on twice in one history",
             "token_mismatches": "calls or samples that are not what the engine sampled",
-            "accounting_difference": "groups between enqueued and acked + dropped + live",
+            "accounting_difference": "of enqueued and acked + dropped + live, or out of place",
         }
         found = [
             f"{name} = {getattr(self, name)}: {text}"

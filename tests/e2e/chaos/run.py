@@ -24,7 +24,6 @@ from typing import Any
 
 from examples.demo.children import stop_all
 from examples.devserver import DevServer
-from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.runs import OUTAGES
 from tests.e2e.chaos import operator_acts
@@ -168,8 +167,7 @@ class Chaos:
     # --- the account ---------------------------------------------------------------------------
     def _account(self, stage: Stage, drain_s: float | None) -> Report:
         observer, queue = stage.observer, stage.queue
-        observer.read_drops()
-        observer.reconcile()
+        account = observer.settle()
         audit = self._audit(stage)
         lives = read_lives(self.folder)
         trained = surviving(lives)
@@ -177,10 +175,9 @@ class Chaos:
             self.options.num_rows, lives, observer.drops.values(), frozenset(self.skipped)
         )
         twice = trained_twice(lives)
-        account = queue.call(calls.audit(deep=True))
         counters = queue.counters()
         info = queue.info()
-        self.findings += [f"rollstream audit: {problem}" for problem in account.problems]
+        self.findings += [f"rollstream audit: {problem}" for problem in sorted(observer.problems)]
         self.findings += [f"lost: {lost[:20]}"] if lost else []
         self.findings += [f"twice: {twice[:20]}"] if twice else []
         self.findings += audit["findings"] + observer.findings
@@ -203,9 +200,7 @@ class Chaos:
             lost=len(lost),
             twice=len(twice),
             token_mismatches=audit["mismatches"],
-            accounting_difference=abs(
-                account.enqueued - account.acked - account.dropped - account.live
-            ),
+            accounting_difference=observer.accounting_difference + len(observer.problems),
             fenced=counters.get("fenced", 0),
             replays=observer.replays + retaken(lives),
             kills=by_role(actors, Act.KILL, Act.AMNESIA),
