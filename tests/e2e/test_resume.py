@@ -59,14 +59,18 @@ def test_every_prompt_is_trained_once_in_the_surviving_history_whatever_is_kille
 def test_last_checkpoint_is_judged_by_what_its_model_has_learned() -> None:
     assert judge(a_checkpoint([2, 0, 1]), 3).trained_once == 3
     wrong = judge(a_checkpoint([2, 0, 2, 7]), 4)
-    assert (wrong.trained_once, wrong.skipped, wrong.twice) == (1, {1, 3}, {2, 7})
+    assert (wrong.trained_once, wrong.skipped, wrong.twice) == (
+        1,
+        frozenset({1, 3}),
+        frozenset({2, 7}),
+    )
 
 
 def test_any_checkpoint_is_judged_by_what_its_state_counts_as_done() -> None:
     fine = judge_midway(a_checkpoint([0, 1, 12]))
     assert (fine.trained_once, fine.skipped, fine.twice) == (3, frozenset(), frozenset())
     wrong = judge_midway(a_checkpoint([0, 1, 1, 5], done={0, 1, 12}))
-    assert (wrong.skipped, wrong.twice) == ({12}, {1, 5})
+    assert (wrong.skipped, wrong.twice) == (frozenset({12}), frozenset({1, 5}))
 
 
 def test_checkpoint_that_was_not_put_in_its_place_is_none(tmp_path: Path) -> None:
