@@ -100,6 +100,8 @@ class Gate:
         self._room: int | None = None
         """Groups that would fit, as last read; None where none was refused yet."""
         self._doubt = False
+        self._full_since_mono_s: float | None = None
+        """Since when prompts are refused for want of the server's memory."""
 
     async def open(self) -> str:
         """Open the run once, without patience; return its state.
@@ -192,6 +194,9 @@ class Gate:
         self.standing.waiting_for = WAITS.get(other, "")
         if other == "full" and landed == 0 and self._room:
             self.standing.waiting_for = "memory"  # there is room, and still it is refused
+            await self._say_memory_full()
+        elif landed:
+            self._say_memory_back()
         if other in WAITS:
             # Nothing fits although there seemed to be room: full memory, say. One at a time then,
             # because every prompt that is refused travels for nothing.
@@ -202,6 +207,30 @@ class Gate:
             self._doubt = False
             if self._room is not None:
                 self._room = max(0, self._room - landed)
+
+    async def _say_memory_full(self) -> None:
+        """Say it once, with how full: only raising the limit, or acks, can end it."""
+        if self._full_since_mono_s is not None:
+            return
+        self._full_since_mono_s = time.monotonic()
+        try:
+            about = await self._queue.client.info("memory")
+        except (ResponseError, *OUTAGE):
+            about = {}
+        log.error(
+            "redis_memory_full",
+            used_bytes=about.get("used_memory"),
+            max_bytes=about.get("maxmemory"),
+            policy=about.get("maxmemory_policy"),
+            action="raise maxmemory, lower producer.capacity_groups, or let the trainer ack; no "
+            "prompt is added until then, what runs goes on",
+        )
+
+    def _say_memory_back(self) -> None:
+        if self._full_since_mono_s is not None:
+            full_s = round(time.monotonic() - self._full_since_mono_s, 3)
+            log.info("redis_memory_back", full_s=full_s)
+            self._full_since_mono_s = None
 
     def _offers(self, scan: Scan, most: int) -> tuple[list[int], list[ScriptCall[str]]]:
         """Return the next calls; a bad row raises once everything before it is enqueued."""
