@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import redis
 
 from rollstream.queue import calls
 from rollstream.stream import GroupStream
-from tests.backstage import Backstage
+from tests.backstage import Backstage, wait_until
 
 from .conftest import Connect
 
@@ -67,3 +70,41 @@ def test_an_entry_that_somebody_copied_trains_its_group_once_and_whole(
         trained += [(group.group_index, len(group.samples)) for group in batch.groups]
         batch.ack()
     assert sorted(trained) == [(0, 4), (1, 4)]
+
+
+# --- the aggregators' stream ---------------------------------------------------------------------
+FORGETTING = {
+    "its consumer is deleted": ("XGROUP", "DELCONSUMER", "{}full", "aggregators", "judge"),
+    "the group is set to the end": ("XGROUP", "SETID", "{}full", "aggregators", "$"),
+    "the group is destroyed": ("XGROUP", "DESTROY", "{}full", "aggregators"),
+    "the stream is trimmed": ("XTRIM", "{}full", "MAXLEN", 0),
+    "the stream is deleted": ("DEL", "{}full"),
+}
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
+@pytest.mark.parametrize("how", FORGETTING)
+def test_a_full_group_is_judged_although(
+    run: Backstage, connect: Connect, how: str, is_read: bool
+) -> None:
+    """redis/redis#9745 and worse: its entry was pending, or waiting, and then it was not."""
+    run.enqueue(0, 1)
+    run.complete(run.lease())
+    if is_read:
+        assert len(run.queue.read_full("judge", count=9, block_s=0)) == 2
+    command = [str(part).format(run.queue.prefix) for part in FORGETTING[how]]
+    run.queue.client.execute_command(*command)
+    wait_until(lambda: swept_and_judged(run) == 2)
+    run.end_of_data()
+    assert train_all(connect()) == [0, 1]
+    assert run.queue.call(calls.audit(deep=True)).problems == []
+
+
+def swept_and_judged(run: Backstage) -> int:
+    """Sweep, judge and take over as a worker does; how many groups are ready."""
+    run.queue.call(calls.sweep())
+    with contextlib.suppress(redis.ResponseError):  # NOGROUP, until a sweep made it anew
+        run.judge()
+        for entry in run.queue.claim_full("judge", idle_s=0.5, count=9):
+            run.queue.call(calls.verdict(entry.group_index, entry.message_id))
+    return run.queue.depths()["ready"]

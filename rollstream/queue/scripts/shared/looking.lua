@@ -47,7 +47,7 @@ end
 -- (The trainer reads its stream from the start when it idles.)
 local function is_forgotten(message)
   if not last_read then
-    local group = call('XINFO', 'GROUPS', K .. 'full')[1] or {}
+    local group = redis.pcall('XINFO', 'GROUPS', K .. 'full')[1] or {}
     for j = 1, #group, 2 do
       if group[j] == 'last-delivered-id' then last_read = group[j + 1] end
     end
