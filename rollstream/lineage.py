@@ -196,15 +196,19 @@ class Lineage:
         # Kept before it is known to have arrived: an answer that is lost must not look foreign.
         rewind_id = self._rewind_id = secrets.token_hex(8)
         terminal = self.terminal
-        answer = self._queue.call(
-            calls.rewind(self.consumer, rewind_id, terminal.frontier, terminal.bitmap())
-        )
-        if answer.taken:
-            raise Fenced  # another trainer, or a rollback behind the connect: `check` finds out
+        call = calls.rewind(self.consumer, rewind_id, terminal.frontier, terminal.bitmap())
+        seen = beyond = 0
+        while True:
+            answer = self._queue.call(call)
+            if answer.taken:
+                raise Fenced  # another trainer, or a rollback behind the connect: `check` finds out
+            seen, beyond = seen + answer.seen, beyond + answer.beyond
+            if not answer.more:
+                break
         log.info(
             "rewound",
             extra={"run": self._queue.run, "frontier": answer.frontier, "epoch": answer.epoch,
-                   "seen": answer.seen, "beyond": answer.beyond},
+                   "seen": seen, "beyond": beyond},
         )  # fmt: skip
 
     def _read_terminal(self) -> TerminalIds:

@@ -60,16 +60,17 @@ local function expire_leases()
   return expired
 end
 
--- Ends members without an end, some hundred a call; returns how many, and whether all have one.
-local function fail_unfinished(gid, g, n)
+-- Ends members without an end, some hundred a call. Returns how many, and where to go on (nil: all
+-- have an end now).
+local function fail_unfinished(gid, g, n, from)
   local ended = 0
-  for first = 0, n - 1, CHUNK do
-    if ended >= MAX_ENDED then return ended, false end
+  for first = from, n - 1, CHUNK do
+    if ended >= MAX_ENDED then return ended, first end
     local members = take_out_some(gid, g, first, math.min(first + CHUNK, n) - 1)
     fail_members(gid, g, members, 'deadline', 'the deadline of the group passed')
     ended = ended + #members
   end
-  return ended, true
+  return ended, nil
 end
 
 local function end_deadlines()
@@ -78,15 +79,18 @@ local function end_deadlines()
   for _, gid in ipairs(due) do
     if work >= page then more = 1; break end
     local g = group_key(gid)
-    local row = read_group(g, 'state', 'n')
+    local row = read_group(g, 'state', 'n', 'ended_to')
     if row.state == 'open' then
-      local members, is_all = fail_unfinished(gid, g, tonumber(row.n))
+      local members, rest = fail_unfinished(gid, g, tonumber(row.n), tonumber(row.ended_to or 0))
       work = work + members
-      if not is_all then more = 1; break end -- it stays due for the next page
+      if rest then
+        call('HSET', g, 'ended_to', rest) -- it stays due for the next page
+        more = 1
+        break
+      end
       ended = ended + 1
-    else
-      call('ZREM', K .. 'dl', gid)
     end
+    call('ZREM', K .. 'dl', gid)
   end
   full_page(#due, page)
   return ended
