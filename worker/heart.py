@@ -159,6 +159,9 @@ class Heart:
     async def _sweep_on(self, swept: SweepAnswer) -> None:
         while True:
             self._metrics.leases_reclaimed_total.inc(swept.expired)
+            if swept.deadlines or swept.evicted or swept.aborted:
+                # Groups ended: the next beat tells which of our own attempts are in vain.
+                self._view.nudge.set()
             if not swept.more:
                 return
             swept = await self._queue.call(calls.sweep(SWEEP_PAGE))

@@ -320,6 +320,8 @@ class Shift:
     def _landed(self, work: Work, outcome: str) -> None:
         """Free the slot of a member whose report was answered."""
         self._metrics.span("submit", time.monotonic() - work.submitted_mono_s)
+        if outcome == "dup":
+            self._metrics.duplicate_results_total.inc()
         if outcome == "fenced":
             self._metrics.fenced_results_total.inc()
             log.debug("result_fenced", lease=work.lease.id)

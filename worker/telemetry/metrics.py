@@ -121,6 +121,10 @@ class Metrics:
         self.fenced_results_total = prom.Counter(
             "rollout_fenced_results", "Late results that the queue refused", registry=registry
         )
+        self.duplicate_results_total = prom.Counter(
+            "rollout_duplicate_results", "Results that had landed before (their answer was lost)",
+            registry=registry,
+        )  # fmt: skip
         self.heartbeat_failures_total = prom.Counter(
             "rollout_heartbeat_failures", "Beats that Redis did not answer", registry=registry
         )

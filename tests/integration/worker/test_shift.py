@@ -454,6 +454,7 @@ async def test_a_result_whose_answer_was_lost_lands_once(
     assert await run.counter("completed") == 4
     assert await run.counter("fenced") == 0
     await wait_until(lambda: parts.shift.num_busy == 0)
+    assert parts.metrics.duplicate_results_total._value.get() > 0
 
 
 async def test_a_result_that_is_not_answered_yet_is_beaten_for_until_it_is(
