@@ -70,6 +70,7 @@ class Hold:
         """
         self.queue, self.info, self.url, self.reopen_s = queue, info, url, reopen_s
         self.lineage = Lineage(queue)
+        self.lineage.fingerprint = info.fingerprint
         self.held: set[int] = set()
         self.buffer: deque[HeldGroup] = deque()
         self.handed_out: dict[int, HandedOut] = {}
@@ -166,7 +167,7 @@ class Hold:
             self.lineage.check()
         except OUTAGES as outage:
             return outage
-        except RunMissing:
+        except (RunMissing, Fenced):
             return None
         return error
 
@@ -179,10 +180,9 @@ class Hold:
     def page_again(self) -> None:
         """Read the stream from its start, as after a wait in which nothing came.
 
-        What waits in the buffer is told to Redis once more; not what is handed out, because a
-        repeated delivery judges staleness again.
+        Redis may have forgotten something without a trace: that it delivered what is in hand.
         """
-        self.intake.tell_again(held.group.group_index for held in self.buffer)
+        self.intake.tell_again(self.held)
 
     def page(self, wanted: int) -> bool:
         """Read on in the pending list until it ends or `wanted` groups wait; whether any came."""

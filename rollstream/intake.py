@@ -133,7 +133,7 @@ class Intake:
         """
         fresh: dict[int, StreamEntry] = {}
         ended: list[str] = []
-        again: list[str] = []
+        again: list[StreamEntry] = []
         for entry in entries:
             group_index = _index_of(entry)
             if not entry.group_index:
@@ -146,7 +146,7 @@ class Intake:
                 fresh[group_index] = entry
             elif group_index in self._untold:
                 # Redis may think that nobody has it: then the run would never be over.
-                again.append(entry.group_index)
+                again.append(entry)
         self._untold &= self._held
         if again:
             self._deliver_again(again)
@@ -157,13 +157,18 @@ class Intake:
                 raise Fenced
         return self._fetch(list(fresh.values())) if fresh else []
 
-    def _deliver_again(self, gids: list[str]) -> None:
-        """Say once more that groups are in hand."""
-        answers = self._queue.call(calls.deliver(self._lineage.consumer, gids))
-        if answers == ["taken"]:
+    def _deliver_again(self, entries: list[StreamEntry]) -> None:
+        """Say once more that groups are in hand, of those that Redis does not know it of.
+
+        (Of the others nothing is said: each delivery judges staleness anew.)
+        """
+        stored = self._queue.headers(entries)
+        self._untold.difference_update(
+            int(group.group_index) for group in stored if group.state == "delivered"
+        )
+        ready = [group.group_index for group in stored if group.state == "ready"]
+        if ready and self._queue.call(calls.deliver(self._lineage.consumer, ready)) == ["taken"]:
             raise Fenced
-        told = (int(gid) for gid, said in zip(gids, answers, strict=True) if said != "gone")
-        self._untold.difference_update(told)
 
     def _fetch(self, entries: list[StreamEntry]) -> list[HeldGroup]:
         delivery = self._queue.deliver_and_fetch(self._lineage.consumer, entries, text=self._text)
