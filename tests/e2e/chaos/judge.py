@@ -22,19 +22,20 @@ FREE_DETAILS = ("beyond the window", "its record vanished")
 
 
 class History:
-    """The checkpoints of the surviving history, as sets of ids."""
+    """The checkpoints of the surviving history, as sets of ids.
 
-    def __init__(self, lives: Mapping[int, Life]) -> None:
+    Lives that were abandoned do not count here: Redis was rewound to theirs too, but then to that
+    of the surviving life that came after them.
+    """
+
+    def __init__(self, lives: dict[int, Life]) -> None:
         self._starts: list[tuple[float, TerminalIds]] = []
-        """(right before a life connected, what it rewound the run to), abandoned lives included:
-        whatever became of them, Redis was rewound then."""
-        for life in lives.values():
+        """(right before a life connected, what it rewound the run to)"""
+        self._saves: list[tuple[float, TerminalIds]] = []
+        for life, last in ancestry(lives, max(lives)) if lives else []:
             if life.parent is not None and life.connected:
                 state = lives[life.parent[0]].states[life.parent[1]]
                 self._starts.append((life.started_unix_s, TerminalIds.from_plain(state)))
-        self._saves: list[tuple[float, TerminalIds]] = []
-        chain = ancestry(dict(lives), max(lives)) if lives else []
-        for life, last in chain:
             for step, state in life.states.items():
                 if last is None or step <= last:
                     saved = life.checkpointed_unix_s[step]

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -125,6 +125,7 @@ class Chaos:
                 if is_connected and info is not None and not info.done:
                     tail, skipped = operator_acts.end_source(queue, self.options.num_rows, tail)
                     self.skipped |= skipped
+            stage.note("draining")
             time.sleep(0.1)
         self.findings.append(f"did not drain in {DRAIN_S:g} s: {queue.depths()}, {queue.info()}")
         return False
@@ -168,6 +169,8 @@ class Chaos:
     def _account(self, stage: Stage, drain_s: float | None) -> Report:
         observer, queue = stage.observer, stage.queue
         account = observer.settle()
+        rows = [json.dumps(asdict(drop)) for drop in observer.drops.values()]
+        (self.folder / "drops.jsonl").write_text("\n".join(rows))
         audit = self._audit(stage)
         lives = read_lives(self.folder)
         trained = surviving(lives)
@@ -296,7 +299,7 @@ class Stage:
                 next_say_s = now_s + SAY_EVERY_S
                 say(f"{now_s:.0f} s, {self.observer.num_ended} groups ended")
             self._do(event)
-            self._note(event)
+            self.note(f"{event.act} {event.victim} {event.duration_s:.1f} s")
         while time.monotonic() - started < self._options.seconds:
             self.tick()
             time.sleep(TICK_S)
@@ -339,14 +342,12 @@ class Stage:
         elif event.act is Act.USURP:
             self.cast.trainer.usurp(event.duration_s)
 
-    def _note(self, event: Event) -> None:
-        """Write the event down, with the time that the processes' logs have."""
+    def note(self, what: str) -> None:
+        """Write something down, with the time that the processes' logs have."""
         now = datetime.now(tz=UTC).isoformat()
+        seen = f"{self.observer.num_ended} ended, {self.observer.depths}"
         with (self._folder / "events.log").open("a") as log:
-            log.write(
-                f"{now} {event.act} {event.victim} {event.duration_s:.1f} s; "
-                f"{self.observer.num_ended} ended, {self.observer.depths}\n"
-            )
+            log.write(f"{now} {what}; {seen}\n")
 
     def _spoil(self, event: Event, actor: Actor) -> None:
         actor.acts[event.act] += 1

@@ -112,6 +112,17 @@ def test_judge_takes_no_drop_that_a_rewind_undid() -> None:
     assert lost_groups(5, two_lives(), [before, after], frozenset()) == []
 
 
+def test_judge_takes_a_drop_that_only_an_abandoned_life_undid() -> None:
+    lives = two_lives()
+    # Life 2 started from step 2, while life 1 still saved step 3; life 3 goes on from there.
+    lives[1].states[3], lives[1].checkpointed_unix_s[3] = a_state(0, 1, 2, 4), 10.5
+    lives[2].states.clear()
+    lives[3] = a_life(3, (1, 3), 20.0, [(4, [3])], {4: (24.0, (0, 1, 2, 3, 4))})
+    assert lost_groups(5, lives, [a_drop(4, 9.0)], frozenset()) == []
+    lives[3].parent = (1, 2)
+    assert lost_groups(5, lives, [a_drop(4, 9.0)], frozenset()) == [2, 4]
+
+
 def test_judge_takes_a_drop_that_the_checkpoint_knew() -> None:
     lives = two_lives()
     lives[1].states[2] = a_state(0, 1, 4)
