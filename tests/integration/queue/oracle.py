@@ -84,9 +84,11 @@ def _enqueue(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
         return "done"
     if gid in sight.live and gid not in sight.dangling:
         return "dup"
-    if training and len(sight.gs - {gid}) >= sight.budget("cap"):
+    if training and len(sight.gs) >= sight.budget("cap"):
         return "full"
-    return "full" if scene.memory_full else "new"
+    if scene.memory_full:
+        return "full"
+    return "dup" if gid in sight.dangling else "new"
 
 
 # --- worker --------------------------------------------------------------------------------------
@@ -113,7 +115,8 @@ def take(sight: Sight, worker: str, limit: int, clock: int) -> Taken:
     q, s = waiting["q"], waiting["s"]
     workers = len({*sight.z["w"], worker})
     limit = min(limit, MAX_LEASE, max(FAIR_SHARE, math.ceil((len(q) + len(s)) / workers)))
-    ids = _take_suspects(sight, worker, limit, s)
+    evaluations = sum(score < 0 for score in q.values())
+    ids = _take_suspects(sight, worker, limit, s, limit - evaluations)
     suspects = list(ids)
     for name in _in_order(q)[: limit - len(ids)]:
         del q[name]
@@ -125,8 +128,13 @@ def _in_order(waiting: dict[str, int]) -> list[str]:
     return sorted(waiting, key=lambda name: (waiting[name], name.encode()))
 
 
-def _take_suspects(sight: Sight, worker: str, limit: int, s: dict[str, int]) -> list[str]:
-    """Eight suspects a worker at most; one of three crashes only where there is no other."""
+def _take_suspects(
+    sight: Sight, worker: str, limit: int, s: dict[str, int], training_limit: int
+) -> list[str]:
+    """Eight suspects a worker at most; one of three crashes only where there is no other.
+
+    Evaluations that wait in q go before suspects of training groups.
+    """
     mine = [i for i in sight.z["l"] if i.rsplit(":", 1)[1].split("-")[0] == worker]
     crashes = [sight.crashes(*lease_id.rsplit(":", 2)[:2]) for lease_id in mine]
     held = [x for x in crashes if x >= SUSPECT_CRASHES]
@@ -134,6 +142,8 @@ def _take_suspects(sight: Sight, worker: str, limit: int, s: dict[str, int]) -> 
     alone = any(x >= ALONE_CRASHES for x in held)
     for name in _in_order(s):
         if alone or len(held) + len(ids) >= MAX_SUSPECTS or len(ids) >= limit:
+            break
+        if s[name] >= 0 and len(ids) >= training_limit:
             break
         if sight.crashes(*name.rsplit(":", 1)) >= ALONE_CRASHES:
             if held or ids:

@@ -7,13 +7,14 @@ stores or reads wrongly cannot hide it.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis
-
+from rollstream.queue.calls import ScriptCall
+from rollstream.queue.scripts import Script, load_scripts
 from rollstream.states import MemberState
 from tests.queue_bench import unpack_ids
 
@@ -48,6 +49,13 @@ return {keys, groups, zsets, hashes, streams, call('SMEMBERS', K .. 'gs'),
   call('XREVRANGE', K .. 'ctl', '+', '-', 'COUNT', 1), call('LLEN', K .. 'bell'),
   call('LLEN', K .. 'room')}
 """
+LOOK = Script(
+    "look",
+    _LOOK,
+    hashlib.sha1(_LOOK.encode(), usedforsecurity=False).hexdigest(),
+    load_scripts()["audit"].header,
+)
+"""Run as the scripts are, so a call and the look behind it are one round trip."""
 _MEMBER_FIELD = re.compile(r"([axtfhekr])(\d+)")
 
 
@@ -190,11 +198,15 @@ class Sight:
         }  # fmt: skip
 
 
-def look(client: redis.Redis, prefix: str, past_id: str = "-") -> Sight:
+def look(prefix: str, past_id: str = "-") -> ScriptCall[Sight]:
     """Read the whole run; of `past`, what came behind `past_id`."""
     streams = " ".join(f"{name}={group}" for name, group in STREAMS.items())
     since = past_id if past_id == "-" else f"({past_id}"
-    raw: Any = client.eval(_LOOK, 1, prefix, since, " ".join(ZSETS), " ".join(HASHES), streams)
+    args = (since, " ".join(ZSETS), " ".join(HASHES), streams)
+    return ScriptCall(LOOK.name, args, lambda raw: _parse(prefix, raw))
+
+
+def _parse(prefix: str, raw: Any) -> Sight:
     keys, groups, zsets, hashes, streams_raw, gs, ge, cur, past, num_past, ctl, bell, room = raw
     m, c, wl, ws = ({_text(k): _text(v) for k, v in _pairs(row)} for row in hashes)
     found, orphans = _groups(groups, {_text(gid) for gid in (*gs, *ge)})

@@ -66,7 +66,7 @@ class OperatorActs(ServerActs):
             assert self.call(calls.fail_run("engines")) == "failed"
             live = set(self.sight.groups)
             self.sweep_all()
-            assert self.call(calls.enqueue(self.num_ids, 1, b"p")) == "failed"
+            assert self.call(calls.enqueue(self.sight.frontier, 1, b"p")) == "failed"
             assert not self.lease_for(self.a_worker(), 5).groups
             assert (
                 live - set(self.sight.groups) <= live
@@ -74,6 +74,8 @@ class OperatorActs(ServerActs):
                 else live <= set(self.sight.groups)
             )
         assert self.call(calls.abort_run("enough")) == "aborting"
+        assert self.call(calls.enqueue(self.sight.frontier, 1, b"p")) == "aborting"
+        assert not self.lease_for(self.a_worker(), 5).groups
         for _ in range(10):
             self.sweep_all()
         assert self.sight.m["state"] == "ended"

@@ -14,6 +14,9 @@ class ProducerActs(WalkState):
     from 0 instead of the frontier."""
 
     def enqueue(self) -> None:
+        if self.chance(0.3):
+            self.client.lpop(f"{self.key}room")
+            self.look()
         for _ in range(self.rng.randint(1, 4)):
             if self.scan >= self.num_ids or not self.enqueue_one(self.rng.randint(1, 4)):
                 return

@@ -14,6 +14,8 @@ from tests.integration.queue.invariants import Lineage
 from tests.integration.queue.model import LEASE_MS, Snapshot
 
 MAX_SNAPSHOTS = 3
+PAUSE_ROUNDS = 21
+"""Quarters of a lease: longer than the longest timeout of a group."""
 
 
 class ServerActs(WorkerActs):
@@ -22,6 +24,10 @@ class ServerActs(WorkerActs):
     def pass_time(self) -> None:
         self.pass_ms(self.rng.choice([20, 120, 340, 499]))
         self.sweep()
+
+    def time_goes_by(self) -> None:
+        """Nobody sweeps yet: every script reads a clock that runs on by itself."""
+        self.pass_ms(self.rng.choice([50, 200]))
 
     def sweep(self) -> None:
         answer = self.call(calls.sweep(self.rng.choice([1, 3, 64])))
@@ -48,12 +54,13 @@ class ServerActs(WorkerActs):
         """A pause of many deadlines ends nothing, while those who have leases beat on."""
         if self.sight.m["state"] != "running":
             return
+        self.sweep_all()
         self.call(calls.pause())
         gone = {x for x in self.sight.z["l"] if not any(x in w.held for w in self.workers)}
         clock, finals = self.sight.clock(self.bench.now_ms)[1], self._finals()
         groups = set(self.sight.groups)
-        for _ in range(30):
-            self.pass_ms(400)
+        for _ in range(PAUSE_ROUNDS):
+            self.pass_ms(LEASE_MS // 4)
             for worker in self.workers:
                 self.beat_for(worker)
             self.sweep_all()

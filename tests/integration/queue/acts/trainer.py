@@ -118,7 +118,8 @@ class TrainerActs(WalkState):
             assert self.call(calls.deliver(old.consumer, [gid])) == ["taken"]
             assert self.call(calls.retire(old.consumer, gid, DropReason.STALE)) == "taken"
             assert self.call(calls.rewind(old.consumer, "no", 0, b"")).taken
-            number = int(self.sight.m["connects"])
+            connects = int(self.sight.m["connects"])
+            number = self.rng.choice([min(old.number, connects), connects, connects - 1, 0])
             answer = self.call(calls.connect(old.consumer, number))
             assert answer.consumer == self.sight.m["consumer"] != old.consumer
             self.stats["zombie trainer"] += 1
@@ -128,6 +129,19 @@ class TrainerActs(WalkState):
             gid = self.trainer.held.pop()
             call = calls.retire(self.trainer.consumer, str(gid), DropReason.STALE)
             self.stats[f"retire {self.call(call)}"] += 1
+
+    def trainer_names_anything(self) -> None:
+        """Deliver or retire by ids that nobody handed out; none or all of them may be ready."""
+        if not self.settled:
+            return
+        gids = self.rng.sample(sorted(self.sight.live), min(2, len(self.sight.live)))
+        if self.chance(0.5):
+            for answer in self.call(calls.deliver(self.trainer.consumer, gids)):
+                self.stats[f"named {answer}"] += 1
+        elif gids:
+            call = calls.retire(self.trainer.consumer, gids[0], DropReason.STALE)
+            if self.call(call) == "dropped" and gids[0].isdecimal():
+                self.trainer.held.discard(int(gids[0]))
 
     def checkpoint(self) -> None:
         """Save with no group in hand, by the package's own rule."""
@@ -150,7 +164,7 @@ class TrainerActs(WalkState):
             self.lineage = self.theirs
             self.stats["trainer restarts without a checkpoint"] += 1
             return
-        recent = 4 if self.chance(0.7) else len(self.checkpoints)
+        recent = 4 if self.chance(0.5) else len(self.checkpoints)
         saved = self.rng.choice(self.checkpoints[-recent:])
         self.stats["trainer restarts"] += 1
         self.lineage = self.theirs = saved.lineage.copy()

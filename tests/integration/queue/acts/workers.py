@@ -16,11 +16,18 @@ class WorkerActs(WalkState):
 
     def lease(self) -> None:
         worker = self.a_worker()
+        if self.chance(0.5):
+            self.hear("bell")
         answer = self.lease_for(worker, self.rng.randint(1, 12))
         if self.chance(0.1):
             self.stats["lease reply lost"] += 1
         else:
             self.take(worker, answer)
+
+    def hear(self, name: str) -> None:
+        """Somebody who waited takes the token of `bell` or `room`."""
+        self.client.lpop(f"{self.key}{name}")
+        self.look()
 
     def lease_for(self, worker: Worker, limit: int) -> LeaseAnswer:
         worker.call_no += 1
@@ -48,9 +55,11 @@ class WorkerActs(WalkState):
             self.stats["leased again"] += sum(len(group.members) for group in answer.groups)
 
     def lease_old(self) -> None:
-        worker = self.a_worker()
-        number = worker.call_no - self.rng.randint(1, 3)
-        if number > 0 and number < int(self.sight.wl.get(worker.name, "0").split()[0]):
+        """A call that was answered and followed by another comes late."""
+        later = [w for w in self.workers if int(self.sight.wl.get(w.name, "0").split()[0]) > 1]
+        if later:
+            worker = self.rng.choice(later)
+            number = int(self.sight.wl[worker.name].split()[0]) - 1
             assert self.call(calls.lease(worker.name, number, 5)).state == "old"
             self.stats["old call"] += 1
 
@@ -85,17 +94,21 @@ class WorkerActs(WalkState):
         return outcomes
 
     def _result(self, lease: Lease) -> Completion:
-        size = MAX_BODY + 40 if self.chance(0.03) else self.rng.randint(1, 20)
-        text = b"text" if self.chance(0.5) else b""
-        return Completion(lease, b"header %d" % lease.member, b"b" * size, text)
+        header, text = b"header %d" % lease.member, b"text" if self.chance(0.5) else b""
+        size = self.rng.randint(1, 20)
+        if self.chance(0.1):  # exactly what is allowed, or one byte more
+            limit = int(self.sight.m.get("max_body", MAX_BODY))
+            size = max(1, limit - len(header) - len(text)) + self.chance(0.4)
+        return Completion(lease, header, b"b" * size, text)
 
     def zombie(self) -> None:
         """Somebody who had a lease calls late; the oracle knows whether it lives."""
         if not self.past_leases:
             return
         lease = self.rng.choice(self.past_leases[-30:])
-        lives = lease.id in self.sight.z["l"]
         kind = self.rng.choice(["complete", "fail", "park", "beat"])
+        gone = lease.group_index in self.sight.dangling and kind != "beat"
+        lives = lease.id in self.sight.z["l"] and not gone
         if kind == "complete":
             worked = self.report([lease])[0] in ("ok", "too_large")
         elif kind == "beat":
@@ -111,13 +124,23 @@ class WorkerActs(WalkState):
                 worker.held.pop(lease.id, None)
 
     def fail(self) -> None:
+        """Of what a worker holds, what failed before often fails again."""
         worker = self.a_worker()
         if worker.held:
-            self._fail(worker.held.pop(next(iter(worker.held))), self.rng.choice(REPORTS))
+            tried = max(worker.held, key=lambda x: self._attempts(worker.held[x]))
+            first = next(iter(worker.held))
+            lease = worker.held.pop(tried if self.chance(0.6) else first)
+            self._fail(lease, self.rng.choice(REPORTS))
+
+    def _attempts(self, lease: Lease) -> int:
+        group = self.sight.groups.get(lease.group_index)
+        known = group is not None and lease.member < group.n
+        return group.members[lease.member].attempts if group and known else 0
 
     def _fail(self, lease: Lease, report: Report) -> str:
         delay_s = self.rng.choice([0, 0.05, 0.3])
-        call = calls.fail(lease, report, MemberReason.ENGINE_ERROR, "it broke", delay_s=delay_s)
+        reason = self.rng.choice([MemberReason.ENGINE_ERROR, MemberReason.TOOL_ERROR])
+        call = calls.fail(lease, report, reason, "it broke", delay_s=delay_s)
         answer = self.call(call)
         self.stats[f"fail {report} {answer}"] += 1
         return answer
@@ -126,7 +149,8 @@ class WorkerActs(WalkState):
         worker = self.a_worker()
         if worker.held:
             lease = worker.held.pop(next(iter(worker.held)))
-            body = b"p" * (MAX_BODY + 1 if self.chance(0.05) else self.rng.randint(1, MAX_BODY))
+            limit = int(self.sight.m["max_body"])
+            body = b"p" * (limit + self.chance(0.6) if self.chance(0.2) else self.rng.randint(1, 9))
             self.stats[f"park {self.call(calls.park(lease, body))}"] += 1
 
     def worker_dies(self) -> None:
@@ -167,11 +191,18 @@ class WorkerActs(WalkState):
         """Let all workers die together, as members that take their workers with them would."""
         for _ in range(self.rng.randint(1, 3)):
             for worker in self.workers:
-                self.take(worker, self.lease_for(worker, 12))
+                for _ in range(self.rng.randint(1, 3)):
+                    self.take(worker, self.lease_for(worker, 12))
             self.workers = [self.new_worker() for _ in self.workers]
             for _ in range(3):
                 self.pass_ms(499)
                 self.sweep_all()
+
+    def worker_grabs(self) -> None:
+        """One worker asks again and again: only the rules of poison and of shares stop it."""
+        worker = self.a_worker()
+        for _ in range(3):
+            self.take(worker, self.lease_for(worker, self.rng.choice([4, 12, 300])))
 
     def sweep_all(self, page: int = 64) -> None:
         """Sweep until nothing is left."""
