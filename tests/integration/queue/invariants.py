@@ -17,7 +17,8 @@ from tests.integration.queue.sight import Sight
 
 MAX_SUSPECTS, SUSPECT_CRASHES, ALONE_CRASHES = 8, 2, 3
 LEFT_AFTER_THE_END = {
-    "m", "c", "w", "wp", "wa", "wl", "ws", "cur", "past", "full", "ready", "ctl", "bell", "room",
+    "m", "c", "w", "wp", "wa", "wl", "ws", "wh", "cur", "past", "full", "ready", "ctl", "bell",
+    "room",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollstream.queue import calls
 from tests.queue_bench import Bench
 
 
@@ -17,3 +18,16 @@ def test_a_lease_that_suspects_fill_rings_for_what_it_leaves_in_the_queue(bench:
     assert [lease.group_index for lease in bench.lease("other", limit=1)] == ["0"]
 
     assert bench.queue.wait_bell(0.1), "the next worker that waits is told of group 1"
+
+
+def test_audit_counts_no_evaluation_among_the_groups_that_the_trainer_holds(bench: Bench) -> None:
+    bench.connect()
+    bench.enqueue("e:math:0", n=1)
+    bench.complete(bench.lease())
+    (entry,) = bench.queue.read_full("aggregator", count=1, block_s=0)
+    bench.judge(entry)
+
+    assert bench.call(calls.deliver("trainer", ["e:math:0"])) == ["ok"]
+
+    bench.audit()
+    assert bench.m("delivered") == "0"
