@@ -14,14 +14,11 @@ from typing import Any
 from rollstream.errors import RunMismatch
 from rollstream.group import EnvRule
 from rollstream.queue.calls import Arg, ScriptCall, open_run
-from rollstream.queue.keys import SCHEMA
+from rollstream.queue.keys import SCHEMA, window_of
 from rollstream.settings import Settings
 from rollstream.wire import encode_envs
 
 from .sources import Source
-
-MIN_WINDOW = 65536
-"""How far indexes may lie above the frontier: at least this, or eight times the capacity."""
 
 
 def fingerprint_of(settings: Settings, source: Source) -> str:
@@ -50,7 +47,7 @@ def opening(settings: Settings, fingerprint: str, total: int) -> ScriptCall[list
     budgets: dict[str, Arg] = {
         "lease_ms": int(settings.worker.lease_s * 1000),
         "cap": capacity,
-        "W": max(8 * capacity, MIN_WINDOW),
+        "W": window_of(capacity),
         "max_attempts": settings.worker.max_attempts,
         "max_crashes": settings.worker.max_crashes,
         "max_stale": settings.weights.max_staleness,

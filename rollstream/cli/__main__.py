@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rollstream import __version__
 from rollstream.cli.exits import EXPLAINED, INTERRUPTED, PROBLEM, USAGE, CommandError
@@ -75,16 +76,17 @@ def _dispatch(argv: list[str]) -> int:
         from rollstream.cli.doctor import doctor
 
         return doctor(args)
+    from rollstream.cli.control import COMMANDS as CONTROL
     from rollstream.cli.inspect import COMMANDS
 
-    return COMMANDS[args.command](args)
+    return (COMMANDS | CONTROL)[args.command](args)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of every command that is not an app."""
     parser = argparse.ArgumentParser(
         prog="rollstream",
-        description="Look at runs, and start the parts of one.",
+        description="Look at runs, steer them, and start the parts of one.",
         epilog=EXPLAINED,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -120,10 +122,36 @@ def make_parser() -> argparse.ArgumentParser:
     runs.add_argument(
         "--force", action="store_true", help="also where a producer or worker is alive"
     )
+    _add_control(commands, [server, run])
     for app in APPS:
         commands.add_parser(app, add_help=False, help=f"start a {app}: rollstream {app} --help")
     commands.add_parser("config", add_help=False, help="config show: every effective value")
     return parser
+
+
+def _add_control(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    paused = commands.add_parser("pause", parents=parents, help="start no sample until resume")
+    paused.add_argument(
+        "--mode",
+        choices=("keep", "abort"),
+        default="keep",
+        help="keep: running samples end (the default); abort: workers stop them, uncharged",
+    )
+    commands.add_parser("resume", parents=parents, help="end a pause")
+    aborted = commands.add_parser("abort", parents=parents, help="end a run, drop what is live")
+    aborted.add_argument("--reason", metavar="TEXT", default="", help="what trainers are told")
+    aborted.add_argument("--yes", action="store_true", help="do not ask")
+    for name, does in (
+        ("withdraw", "drop a live group as withdrawn"),
+        ("requeue", "run a live group again from its prompt"),
+    ):
+        one = commands.add_parser(name, parents=parents, help=does)
+        one.add_argument("group", metavar="GROUP", type=_group_name, help="id of a group")
+    changed = commands.add_parser(
+        "set", parents=parents, help="change a budget of a running run: capacity, lease, …"
+    )
+    changed.add_argument("key", metavar="KEY", help="as in the configuration, e.g. worker.lease_s")
+    changed.add_argument("value", metavar="VALUE")
 
 
 def _server_options() -> argparse.ArgumentParser:

@@ -18,6 +18,8 @@ MAX_COMPLETE_BYTES = 1 << 20
 """Bounds of one `complete` call."""
 MAX_LEASE = 256
 SWEEP_PAGE = 64
+MIN_WINDOW = 65536
+"""How far ids may lie above the frontier: at least this, or eight times the capacity."""
 EVALUATION_PRIORITY = -1
 """Of `e:…` groups, below that of every training group (0 and up): the lower runs first."""
 
@@ -35,3 +37,8 @@ def probe_of(run: str) -> str:
 def run_of(key: str) -> str:
     """Return the run that `key` belongs to (the inverse of `prefix`)."""
     return key[key.index("{") + 1 : key.index("}")]
+
+
+def window_of(capacity: int) -> int:
+    """Return how far above the frontier ids may be enqueued."""
+    return max(8 * capacity, MIN_WINDOW)

@@ -10,7 +10,7 @@ local BUDGETS = {cap = true, W = true, lease_ms = true, max_attempts = true, max
                  max_requeues = true, max_stale = true, max_body = true}
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
-  'version', 'connects')
+  'version', 'connects', 'pause_mode')
 if not run.state then return {'lost'} end
 local clock = clock_of(run)
 local change = {}
@@ -30,6 +30,10 @@ function change.version(version, label)
 end
 
 function change.pause(mode)
+  if run.state == 'paused' and run.pause_mode ~= mode then
+    call('HSET', M, 'pause_mode', mode)
+    return true
+  end
   if run.state ~= 'running' then return false end
   call('HSET', M, 'state', 'paused', 'paused_at', int(clock), 'pause_mode', mode)
   return true

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from examples.devserver import DevServer
-from producer import identity
 from producer.app import check_startable
 from producer.sources import BadRow
 from rollstream.errors import RunFailed, RunMismatch
-from rollstream.queue import calls
+from rollstream.queue import calls, keys
 from rollstream.wire import decode_prompt
 
 from .scene import Trainer, producing, rows_file, settings_of, until
@@ -75,7 +74,7 @@ async def test_gate_sends_only_the_prompts_that_fit_once_it_was_refused(
 async def test_gate_waits_for_the_oldest_group_at_the_end_of_the_window(
     valkey_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "MIN_WINDOW", 16)
+    monkeypatch.setattr(keys, "MIN_WINDOW", 16)
     settings = settings_of(
         valkey_url, run_name, rows_file(tmp_path, 40), "--producer.capacity_groups=2"
     )

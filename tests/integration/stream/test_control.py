@@ -46,6 +46,16 @@ def test_pause_stops_leases_until_resume_and_says_so_once(run: Backstage, connec
     assert [op for op in ops(run) if "connect" not in op] == ["pause abort", "resume "]
 
 
+def test_pause_in_another_mode_is_heard_of(run: Backstage, connect: Connect) -> None:
+    stream = connect()
+    stream.pause("keep")
+    stream.pause("abort")
+    assert state_of(run) == "paused"
+    assert [op for op in ops(run) if "connect" not in op] == ["pause keep", "pause abort"]
+    stream.resume()
+    assert state_of(run) == "running"
+
+
 def test_paused_run_still_delivers_what_is_finished(run: Backstage, connect: Connect) -> None:
     stream = connect()
     run.finish(0)
