@@ -26,9 +26,9 @@ local function land(gid, i, token, header, body, text)
   if call('ZREM', K .. 'l', lease_id) == 0 then
     return group_values(g, 'f' .. i)[1] == token and 'dup' or 'fenced'
   end
-  local row = group_values(g, 'state', 'left', 'k' .. i, 'bytes')
+  local row = group_values(g, 'state', 'left', 'k' .. i, 'bytes', 'f' .. i)
   if not row[1] then met_vanished(gid) end
-  if row[1] ~= 'open' then return 'fenced' end
+  if row[1] ~= 'open' or row[5] then return 'fenced' end -- a member ends once, whoever leased it
   if size > max_bytes then
     fail_member(gid, g, i, 'too_large', too_large_text(size, max_bytes))
     return 'too_large'

@@ -50,14 +50,17 @@ local function take_suspects(training_limit)
     local head = call('ZRANGE', K .. 's', 0, 0, 'WITHSCORES')
     local id = head[1]
     if not id or (tonumber(head[2]) >= 0 and #ids >= training_limit) then break end
-    if crashes_of(split_member(id)) >= ALONE_CRASHES then
+    local gid, i = split_member(id)
+    if gid and crashes_of(gid, i) >= ALONE_CRASHES then
       if #held + taken > 0 then break end
       alone = true
     end
     call('ZREM', K .. 's', id)
-    ids[#ids + 1] = id
-    is_suspect[id] = true
-    taken = taken + 1
+    if gid then
+      ids[#ids + 1] = id
+      is_suspect[id] = true
+      taken = taken + 1
+    end
   end
 end
 
@@ -74,7 +77,9 @@ if not repeated then
   if queued > want then ring('bell') end  -- the next waiting worker
   if queued > 0 and want > 0 then
     local popped = call('ZPOPMIN', K .. 'q', want)
-    for j = 1, #popped, 2 do ids[#ids + 1] = popped[j] end
+    for j = 1, #popped, 2 do -- what names no member was written by somebody else
+      if split_member(popped[j]) then ids[#ids + 1] = popped[j] end
+    end
   end
 end
 
@@ -124,7 +129,10 @@ local function lease_group(gid)
     if deadline > 0 and deadline <= run_clock then
       check_types(unpack(FAILING))
       for _, place in ipairs(places) do
-        fail_member(gid, g, member_at[place], 'deadline', 'the deadline of the group passed')
+        local i = member_at[place]
+        if tonumber(i) < tonumber(values[2]) then
+          fail_member(gid, g, i, 'deadline', 'the deadline of the group passed')
+        end
       end
       return nil
     end
@@ -137,14 +145,15 @@ local function lease_group(gid)
   for j, place in ipairs(places) do
     local i, id, token = member_at[place], ids[place], token_prefix .. place
     local lease_id = id .. ':' .. token
-    if not repeated then
+    local is_member = tonumber(i) < row[2]
+    if not repeated and is_member then
       leases[#leases + 1] = expires
       leases[#leases + 1] = lease_id
       tokens[#tokens + 1] = 't' .. i
       tokens[#tokens + 1] = token
       if is_suspect[id] then held[#held + 1] = lease_id end
     end
-    if not repeated or call('ZSCORE', K .. 'l', lease_id) then
+    if is_member and (not repeated or call('ZSCORE', K .. 'l', lease_id)) then
       local at, value = #row, 3 * j + 3
       row[at + 1] = tonumber(i)
       row[at + 2] = token

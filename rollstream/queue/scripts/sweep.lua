@@ -42,10 +42,10 @@ local function expire_leases()
   for _, lease_id in ipairs(due) do
     call('ZREM', K .. 'l', lease_id)
     local gid, i, token = split_lease(lease_id)
-    local g = group_key(gid)
-    local state = group_values(g, 'state')[1]
-    if not state then met_vanished(gid) end
-    if state == 'open' then
+    local g = gid and group_key(gid)
+    local row = g and group_values(g, 'state', 'f' .. i, 't' .. i) or {}
+    if not row[1] then met_vanished(gid) end
+    if row[1] == 'open' and not row[2] and row[3] == token then
       local crashes = call('HINCRBY', g, 'x' .. i, 1)
       expired = expired + 1
       if crashes >= tonumber(run.max_crashes) then

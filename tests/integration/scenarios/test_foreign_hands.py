@@ -7,7 +7,9 @@ import contextlib
 import pytest
 import redis
 
+from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
+from rollstream.queue.calls import CompleteAnswer, Completion, Lease
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage, wait_until
 
@@ -108,3 +110,52 @@ def swept_and_judged(run: Backstage) -> int:
         for entry in run.queue.claim_full("judge", idle_s=0.5, count=9):
             run.queue.call(calls.verdict(entry.group_index, entry.message_id))
     return run.queue.depths()["ready"]
+
+
+# --- members -------------------------------------------------------------------------------------
+def test_a_member_that_somebody_queued_twice_counts_once(run: Backstage) -> None:
+    """Its second result made the group full while another member was still running."""
+    run.enqueue(0, n=3)
+    first = run.lease()
+    run.queue.client.zadd(f"{run.queue.prefix}q", {"0:0": 1})
+    (again,) = run.lease()
+    assert (again.member, again.token != first[0].token) == (0, True)
+
+    def submit(lease: Lease) -> CompleteAnswer:
+        (answer,) = run.queue.call(calls.complete([Completion(lease, b"h", b"b")]))
+        return answer
+
+    assert submit(first[0]) == CompleteAnswer("ok", 2)
+    assert submit(again).outcome == "fenced"
+    run.queue.client.zadd(f"{run.queue.prefix}q", {"0:0": 1})
+    (third,) = run.lease()
+    failure = calls.fail(third, Report.FINAL, MemberReason.ENGINE_ERROR, "it broke")
+    run.queue.call(failure)
+    (group,) = run.queue.groups([("0", 3)])
+    assert (group.state, group.errors) == ("open", [None] * 3)
+    assert [submit(lease).left for lease in first[1:]] == [1, 0]
+    assert run.queue.call(calls.audit(deep=True)).problems == []
+
+
+def test_names_that_are_no_members_are_leased_to_nobody_and_stop_nothing(run: Backstage) -> None:
+    """One garbage name in the queue lost every member that was popped with it."""
+    run.enqueue(0, 1, n=2)
+    foreign = {"garbage": -1, "0:7": 0, "99:0": 0, ":": 0, "0:0:token": 0, "": 0}
+    for members in ("q", "s", "d", "l"):
+        run.queue.client.zadd(run.queue.prefix + members, foreign)
+    leases: list[Lease] = []
+
+    def all_leased() -> bool:
+        run.queue.call(calls.sweep())
+        leases.extend(run.lease())
+        return len(leases) >= 4
+
+    wait_until(all_leased)
+    assert sorted((lease.group_index, lease.member) for lease in leases) == [
+        ("0", 0), ("0", 1), ("1", 0), ("1", 1),
+    ]  # fmt: skip
+    run.complete(leases)
+    run.judge()
+    assert run.queue.depths()["ready"] == 2
+    counters = run.queue.counters()
+    assert (counters["completed"], counters.get("crashes", 0)) == (4, 0)

@@ -14,6 +14,8 @@ end
 
 -- A member of the group was met, so nobody had it in hand. One that is known already is taken out by the walk under way.
 local function met_vanished(gid)
+  local set = gid and is_evaluation(gid) and 'ge' or 'gs'
+  if not gid or call('SISMEMBER', K .. set, gid) == 0 then return end -- written by somebody else
   if call('HSETNX', K .. 'vanished', gid, 'open') == 1 then begin_walk() end
 end
 

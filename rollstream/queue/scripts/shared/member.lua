@@ -39,7 +39,9 @@ local function fail_members(gid, g, members, reason, text)
   if call('HINCRBY', g, 'left', -#members) == 0 then group_full(gid, g) end
 end
 
-local function fail_member(gid, g, i, reason, text) fail_members(gid, g, {i}, reason, text) end
+local function fail_member(gid, g, i, reason, text)
+  if call('HEXISTS', g, 'f' .. i) == 0 then fail_members(gid, g, {i}, reason, text) end
+end
 
 local function too_large_text(size, max_bytes)
   return int(size) .. ' bytes, allowed are ' .. int(max_bytes)
@@ -63,8 +65,8 @@ local function promote(clock, limit)
   local due = call('ZRANGEBYSCORE', K .. 'd', '-inf', int(clock), 'LIMIT', 0, limit)
   for _, id in ipairs(due) do
     local gid, i = split_member(id)
-    local g = group_key(gid)
-    if call('EXISTS', g) == 1 then send_back(gid, g, i) else met_vanished(gid) end
+    local g = gid and group_key(gid) -- a foreign name is nobody's
+    if g and call('EXISTS', g) == 1 then send_back(gid, g, i) else met_vanished(gid) end
     call('ZREM', K .. 'd', id)
   end
   return #due
