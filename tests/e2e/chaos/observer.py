@@ -66,6 +66,8 @@ class Observer:
         self.accounting_difference = 0
         self.problems: set[str] = set()
         self.findings: list[str] = []
+        self.is_done = False
+        """The producer had nothing left to enqueue."""
         self.depths: dict[str, int] = {}
         """Of the run, when it was last seen."""
         self._run, self._port = run, port
@@ -148,6 +150,8 @@ class Observer:
         if time.monotonic() >= self._next_audit_mono_s:
             self._next_audit_mono_s = time.monotonic() + AUDIT_S
             self.audit()
+            info = self._queue.info()
+            self.is_done = info is not None and info.done
         while not self._errands.empty():
             self._errands.get()(self._queue)
 

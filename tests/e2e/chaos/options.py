@@ -15,12 +15,12 @@ VOCABULARY = ROOT / ".cache" / "qwen3" / "tokenizer.json"
 NUM_WORKERS, NUM_AGGREGATORS, NUM_ENGINES = 4, 2, 2
 SAMPLES_A_GROUP = 4
 GROUPS_A_BATCH = 2
-CAPACITY = 64
+CAPACITY = 48
 """Groups that may be live at once."""
 LEASE_S = 1.5
 MAX_SENTENCES = 3
 """Of the stand-in's text: it is short, so that two cores carry everybody."""
-ROWS_A_SECOND = 40
+ROWS_A_SECOND = 25
 """More than the trainer's pace lets through, so that the source never runs dry under chaos."""
 MAX_ROWS = 60_000
 """All within one window above the frontier (65,536), so that the tail can be skipped at once."""

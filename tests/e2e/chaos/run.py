@@ -100,6 +100,8 @@ class Chaos:
         say("chaos ends; draining")
         (self.folder / "calm").touch()
         calm_mono_s = time.monotonic()
+        if stage.observer.is_done:
+            self.findings.append("the source ran dry under chaos: raise ROWS_A_SECOND")
         stage.heal()
         drained = self._drain(stage)
         drain_s = round(time.monotonic() - calm_mono_s, 1) if drained else None
