@@ -207,8 +207,9 @@ class Director:
                 self._zombies.remove(zombie)
             elif now >= zombie.ends_mono_s:
                 raise Broken(f"a thawed trainer lives on after {ZOMBIE_LIMIT_S:.0f} s")
-            elif now >= zombie.thaws_mono_s and zombie.ends_mono_s == float("inf"):
-                zombie.ends_mono_s = now + ZOMBIE_LIMIT_S
+            elif now >= zombie.thaws_mono_s and is_frozen(child):
+                # Perhaps for the second time: frozen from outside first, by its own fate then.
+                zombie.ends_mono_s = min(zombie.ends_mono_s, now + ZOMBIE_LIMIT_S)
                 send(child, signal.SIGCONT)
 
     # --- what breaks ---------------------------------------------------------------------------

@@ -69,8 +69,9 @@ def account(path: Path) -> Account:
             found.rollbacks += 1
         elif event == "acked":
             found.trained += len(line["groups"])
-            later = [at for other, at in connected.items() if other > generation]
-            found.zombie_acks += bool(later and min(later) < line["sent_mono_s"])
+            # By connects, not by starts: one that froze before it connected is the latest then.
+            own = connected.get(generation, 0.0)
+            found.zombie_acks += any(own < at < line["sent_mono_s"] for at in connected.values())
         elif event == "ended":
             found.taken += line["how"] == "ConsumerTaken"
             if line["how"] not in ("over", "ConsumerTaken"):
