@@ -24,6 +24,7 @@ from rollstream.queue.queue import Queue
 from rollstream.runs import problems_of
 from rollstream.settings import Settings
 
+from .fresh import begin_fresh
 from .gate import Gate
 from .identity import fingerprint_of, opening
 from .order import Order
@@ -36,8 +37,13 @@ FIRST_CONTACT_S = 8.0
 log = structlog.get_logger("producer")
 
 
-def run(loaded: Loaded) -> int:
+def run(loaded: Loaded, *, fresh: bool = False, force: bool = False) -> int:
     """Run the producer until it is done or told to stop.
+
+    Args:
+        loaded: the configuration.
+        fresh: remove the run of this name first.
+        force: also where somebody works on it.
 
     Raises:
         ConfigError: the configuration or a row is wrong.
@@ -55,6 +61,8 @@ def run(loaded: Loaded) -> int:
         configure(settings.telemetry.log_format, settings.telemetry.log_level)
         structlog.contextvars.bind_contextvars(run=settings.run.name)
         supply.check()
+        if fresh:
+            begin_fresh(settings, force=force)
         asyncio.run(produce(settings, source, supply, drawn))
     return 0
 
@@ -136,7 +144,7 @@ def check_startable(state: str, run: str) -> None:
     if state == "ended":
         raise RunMismatch(
             f"run {run!r} has ended; its counters were left as they are: take another run.name, "
-            f"or remove the old one: rollstream runs --remove {run}"
+            f"or begin anew: python -m producer --fresh (or: rollstream runs --remove {run})"
         )
 
 

@@ -73,7 +73,7 @@ def check_opened(answer: list[str], run: str, fingerprint: str) -> str:
         difference = f"exists already with other data: {_differences(theirs, fingerprint)}"
     raise RunMismatch(
         f"run {run!r} {difference}. The run was left as it is: take another run.name, "
-        f"or remove the old one: rollstream runs --remove {run}"
+        f"or begin anew: python -m producer --fresh (or: rollstream runs --remove {run})"
     )
 
 

@@ -61,6 +61,16 @@ def describe() -> dict[str, tuple[str, list[KeyDoc]]]:
     return found
 
 
+OWN_OPTIONS = {
+    "producer": (
+        "",
+        "  --fresh          end and remove the run of this name first, where nobody works on it",
+        "  --fresh=force    also where somebody does",
+    )
+}
+"""What one app takes beside the keys, on its command line only."""
+
+
 def help_text(prog: str) -> str:
     """Return the answer to `--help`."""
     lines = [
@@ -69,6 +79,7 @@ def help_text(prog: str) -> str:
         "Each key can stand in rollstream.toml ([table] key = value), in the environment",
         "(ROLLSTREAM_TABLE__KEY) and on the command line (--table.key value); the later wins.",
         "Lists are written with commas or as JSON, and `none` unsets an optional key.",
+        *OWN_OPTIONS.get(prog.rpartition(" ")[2], ()),
     ]
     for table, (about, keys) in describe().items():
         lines += ["", f"[{_title(table)}] {about}"]

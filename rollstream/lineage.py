@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from redis.exceptions import NoPermissionError
 
-from rollstream.errors import ConsumerTaken, RunLost, StreamError
+from rollstream.errors import ConsumerTaken, RunLost, RunMismatch, StreamError
 from rollstream.frontier import TerminalIds
 from rollstream.queue import calls
 from rollstream.queue.calls import ControlAnswer
@@ -50,6 +50,7 @@ class Lineage:
             ended when the two were last compared.
         version: the weight version that this process asserts.
         rollbacks: how often Redis was found to know less than this process.
+        fingerprint: of the run's data; empty where it does not matter.
     """
 
     def __init__(self, queue: BlockingQueue) -> None:
@@ -59,6 +60,7 @@ class Lineage:
         self.terminal = TerminalIds()
         self.version = 0
         self.rollbacks = 0
+        self.fingerprint = ""
         self._fold_above = MAX_ABOVE
         self._rewind_id = ""
         self._server_id = ""
@@ -96,9 +98,11 @@ class Lineage:
             RunMissing: there is no such run.
             Fenced: Redis forgot this trainer once more meanwhile: check again.
             ConsumerTaken: a later trainer took the run over.
+            RunMismatch: the run was begun anew with other data.
         """
         self.refuse_if_taken()
         server_id = self._read_server_id()
+        self._refuse_other_data()
         answer = self._queue.call(calls.set_version(self.version))
         self._refuse_others(answer)
         rolled_back = answer.connects < self.number or server_id != self._server_id
@@ -176,6 +180,18 @@ class Lineage:
                 return answer
             number = answer.connects + 1
         raise ConsumerTaken(f"other trainers keep connecting to run {self._queue.run!r}")
+
+    def _refuse_other_data(self) -> None:
+        """Nothing of this process may be told to a run that only has the name of its own."""
+        key = f"{self._queue.prefix}m"
+        found: Any = self._queue.client.hget(key, "fingerprint")
+        if found is None or not self.fingerprint or found.decode() == self.fingerprint:
+            return  # a run that is not there at all is told apart by the next call
+        raise RunMismatch(
+            f"run {self._queue.run!r} was begun anew with other data while this trainer was "
+            "connected: ids mean other prompts now, so nothing more is acked; connect again, "
+            "without a checkpoint of the old data"
+        )
 
     def _refuse_others(self, answer: ControlAnswer) -> None:
         if answer.state == "lost":

@@ -20,11 +20,11 @@ from redis.exceptions import RedisError, ResponseError
 from rollstream import health
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import no_run, queue_of, reached, url_of
-from rollstream.cli.remove import alive_of
 from rollstream.cli.view import print_json
 from rollstream.errors import ConfigError, RunMismatch
 from rollstream.health import NOTE, Finding
 from rollstream.queue import calls
+from rollstream.removal import alive_of
 from rollstream.runs import list_runs
 from rollstream.urls import scrub, shown_url
 
