@@ -74,9 +74,14 @@ def write_foreign_entries(client: redis.Redis, rng: random.Random) -> None:
         client.xadd(KEY + stream, {"nothing": "of ours"})
 
 
+def write_foreign_members(client: redis.Redis, rng: random.Random) -> None:
+    for members in ("q", "s", "d", "l"):
+        client.zadd(KEY + members, {f"garbage {rng.random()}": -1, f"{10**6}:0": 0})
+
+
 VANDALS: list[Vandal] = [
     empty_the_server, delete_groups, delete_results, trim_streams, delete_entries, delete_streams,
-    destroy_consumer_groups, write_foreign_entries,
+    destroy_consumer_groups, write_foreign_entries, write_foreign_members,
 ]  # fmt: skip
 
 
