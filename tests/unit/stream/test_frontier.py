@@ -82,3 +82,14 @@ def test_the_largest_window_fits_into_a_checkpoint() -> None:
     largest = next(rule.le for rule in capacity.metadata if hasattr(rule, "le"))
     assert 8 * largest <= 8 * MAX_BITMAP_BYTES
     assert MAX_ID == MAX_GROUPS
+
+
+def test_first_missing_is_the_lowest_id_that_nobody_accounts_for() -> None:
+    ids = TerminalIds(3)
+    ids.add([4, 6])
+    assert ids.first_missing(8) == 3
+    assert ids.first_missing(8, besides={3}) == 5
+    assert ids.first_missing(8, besides={3, 5, 7}) is None
+    # A total that nobody knows, or that lies behind: nothing can be missing.
+    assert ids.first_missing(0) is None
+    assert ids.first_missing(3) is None
