@@ -14,13 +14,14 @@ import pytest
 from examples.devserver import DevServer
 from rollstream.errors import DropReason, EngineFault, ProducerGone
 from rollstream.group import FinishedGroup
+from rollstream.queue import calls
 from rollstream.queue.queue import Queue
 from rollstream.stream import GroupStream
 from tests.integration.producer.scene import rows_file
 from tests.integration.producer.test_process import started
 from tests.integration.worker.parts import Run, a_run, wait_until
 from tests.integration.worker.processes import Sim, workers
-from tests.unit.worker.works import plain
+from tests.unit.worker.works import answer, plain
 from worker.aggregate.aggregator import CONSUMER
 from worker.types import GenerateInput, GenerateOutput
 
@@ -133,6 +134,85 @@ async def test_a_group_is_dropped_by_name_where_a_member_that_failed_is_one_too_
         await wait_until(dropped)
         (record,) = await run.queue.past()
         assert (record["why"], record["errors"][2][0]) == ("engine_error", "engine_error")
+        await run.audit()
+
+
+# --- 37: radixark/miles#2800 ---------------------------------------------------------------------
+async def test_an_infrastructure_fault_of_one_sample_neither_drops_its_group_nor_trains_a_zero(
+    valkey_url: str, run_name: str
+) -> None:
+    """It is tried again; one that stays ends its group by name, and another takes its room."""
+    broken: set[int] = set()
+
+    async def generate(given: GenerateInput) -> GenerateOutput:
+        gid = given.sample.group_index or 0
+        if given.sample.member == 1 and (gid == 1 or gid not in broken):
+            broken.add(gid)
+            raise EngineFault("aborted by the engine", retryable=True)
+        return GenerateOutput(answer(given, reward=1.0))
+
+    async with a_run(valkey_url, run_name, max_attempts=2, cap=2) as run:
+        run.worker(generate=generate).start()
+        await run.enqueue(0, 4)
+        await run.enqueue(1, 4)
+
+        async def one_dropped() -> bool:
+            return await run.drops() == {DropReason.SHORT_GROUP: 1}
+
+        await wait_until(one_dropped)
+        await run.enqueue(2, 4)  # there is room again
+        found = await asyncio.to_thread(train, valkey_url, run_name, 1, batches=2)
+        assert sorted(group.group_index for group in found) == [0, 2]
+        samples: list[Any] = [sample for group in found for sample in group.samples]
+        assert [sample.reward for sample in samples] == [1.0] * 8
+        # A fault is never a result: only what ended was completed.
+        assert await run.counter("completed") == 11
+        assert await run.counter("attempts") == 4
+        await run.audit()
+
+
+# --- 5: rq/rq#1164 -------------------------------------------------------------------------------
+@pytest.mark.slow
+async def test_no_lease_is_older_than_a_lease_and_a_beat_after_its_container_was_killed(
+    valkey_url: str, run_name: str, sim: Sim, vocabulary: Path, tmp_path: Path
+) -> None:
+    """The container was killed, and the job was "started" for ever."""
+    lease_ms, beat_ms = 1_000, 200
+    function = tmp_path / "never.py"
+    function.write_text(
+        "import asyncio\n\nasync def generate(given):\n    await asyncio.sleep(60)\n"
+    )
+    options = {
+        "redis.url": valkey_url, "run.name": run_name, "model.tokenizer": str(vocabulary),
+        "engine.urls": sim.url, "worker.generate": f"{function}:generate",
+    }  # fmt: skip
+    async with a_run(valkey_url, run_name, lease_ms=lease_ms, max_crashes=9) as run:
+        for gid in range(4):
+            await run.enqueue(gid, 4)
+
+        async def leases() -> list[tuple[bytes, float]]:
+            found = await run.queue.client.zrange(f"{run.queue.prefix}l", 0, -1, withscores=True)
+            return list(found)
+
+        async def all_leased() -> bool:
+            return len(await leases()) == 16
+
+        async def overdue_ms() -> float:
+            """How long ago the oldest lease expired; nothing does while the clock has a gap."""
+            swept = await run.queue.call(calls.sweep())
+            info = await run.queue.info()
+            assert info is not None
+            late = (info.clock_ms - score for _, score in await leases())
+            return 0.0 if swept.grace else max(late, default=0.0)
+
+        with workers(tmp_path, 1, options) as (one,):
+            await wait_until(all_leased)
+            one.process.kill()
+            while await leases():
+                assert await overdue_ms() <= beat_ms
+                await asyncio.sleep(beat_ms / 2000)
+        assert await run.counter("crashes") == 16
+        assert (await run.queue.depths())["q"] == 16
         await run.audit()
 
 
