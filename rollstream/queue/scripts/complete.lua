@@ -5,28 +5,28 @@
 -- member: completed failed_finally
 -- answer: per member: members left | dup | fenced | too_large
 -- repeat: dup, or fenced once the group is gone; no result is written (the counter `fenced` counts)
--- uses: clock member
+-- uses: member
 local answer, completed, fenced = {}, 0, 0
 local max_bytes = tonumber(call('HGET', M, 'max_body') or math.huge)
 
 -- The member keeps its lease (for one lease from now), as if nothing had been reported.
 local function take_back(gid, g, i, lease_id, old)
-  local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at')
+  local run = read(M, 'lease_ms', 'clock')
   call('HDEL', g, 'f' .. i, 'h' .. i)
   call('HSET', g, 'left', old.left, 'bytes', old.bytes or 0)
   if not old.bytes then call('HDEL', g, 'bytes') end
   call('HDEL', body_key(gid), i, 'x' .. i)
-  call('ZADD', K .. 'l', int(clock_of(run) + tonumber(run.lease_ms)), lease_id)
+  call('ZADD', K .. 'l', int(tonumber(run.clock) + tonumber(run.lease_ms)), lease_id)
 end
 
 local function land(gid, i, token, header, body, text)
   local g, lease_id = group_key(gid), gid .. ':' .. i .. ':' .. token
   local size = #header + #body + #text
-  if size > max_bytes then check_types(unpack(FAILING)) end
+  if size > max_bytes then check_types(FAILING) end
   if call('ZREM', K .. 'l', lease_id) == 0 then
     return group_values(g, 'f' .. i)[1] == token and 'dup' or 'fenced'
   end
-  local row = group_values(g, 'state', 'left', 'k' .. i, 'bytes', 'f' .. i)
+  local row = redis.pcall('HMGET', g, 'state', 'left', 'k' .. i, 'bytes', 'f' .. i)
   if not row[1] then met_vanished(gid) end
   if row[1] ~= 'open' or row[5] then return 'fenced' end -- a member ends once, whoever leased it
   if size > max_bytes then

@@ -53,7 +53,7 @@ function change.set(budget, value)
   return true
 end
 
-check_types('ctl', 'bell')
+check_types('ctl bell')
 local op = ARGV[1]
 if not change[op] or (op == 'set' and not BUDGETS[ARGV[2]]) then return {'unknown'} end
 if change[op](ARGV[2], ARGV[3]) then announce(op, ARGV[2]) end

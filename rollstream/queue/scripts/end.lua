@@ -10,7 +10,7 @@ local op, argument = ARGV[1], ARGV[2]
 permit_full_memory()
 local run = read(M, 'state', 'epoch', 'done')
 if not run.state then return 'lost' end
-check_types('ctl', 'bell')
+check_types('ctl bell')
 if op == 'done' then
   if run.epoch ~= argument then return 'epoch' end
   if run.done ~= '1' then

@@ -5,10 +5,10 @@
 -- member: sent_back sent_back_later failed_finally
 -- answer: again | back | failed | fenced
 -- repeat: fenced, no effect
--- uses: clock member
+-- uses: clock member waiting
 local gid, i, token, kind, reason, text, delay_ms = unpack(ARGV)
 local g = group_key(gid)
-check_types('q', 's', 'd', 'bell', 'vanished', unpack(FAILING))
+check_types(kind == 'back' and 'q s d bell c' or 'q s d bell ' .. FAILING)
 if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then return 'fenced' end
 local state = group_values(g, 'state')[1]
 if not state then met_vanished(gid) end

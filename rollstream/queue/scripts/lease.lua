@@ -5,7 +5,7 @@
 -- member: leased came_due failed_finally
 -- answer: state version control_seq [gid n remaining_ms prompt (member token attempts crashes parked_bytes)*]* | old | lost
 -- repeat: the members of the last call_no that are still leased; a lower call_no is old
--- uses: clock member
+-- uses: clock member waiting
 local MAX_LEASE = 256
 local FAIR_SHARE = 8       -- members a call may always give, however many workers there are
 local PROMOTE = 256
@@ -127,7 +127,7 @@ local function lease_group(gid)
   if not repeated then
     deadline = deadline or first_lease(gid, g, timeout_ms)
     if deadline > 0 and deadline <= run_clock then
-      check_types(unpack(FAILING))
+      check_types(FAILING)
       for _, place in ipairs(places) do
         local i = member_at[place]
         if tonumber(i) < tonumber(values[2]) then

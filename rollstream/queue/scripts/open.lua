@@ -8,7 +8,7 @@
 -- uses: clock control streams types
 local schema, fingerprint = ARGV[1], ARGV[2]
 permit_full_memory()
-check_types('ctl', 'full', 'ready')
+check_types('ctl full ready')
 local run = read(M, 'schema', 'fingerprint', 'state')
 if run.state and (run.schema ~= schema or run.fingerprint ~= fingerprint) then
   return {'mismatch', run.schema or '', run.fingerprint or ''}

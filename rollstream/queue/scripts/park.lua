@@ -5,10 +5,10 @@
 -- member: parked failed_finally
 -- answer: parked | fenced | too_large (the member failed: its result would be larger still)
 -- repeat: fenced, no effect
--- uses: member
+-- uses: member waiting
 local gid, i, token, body = unpack(ARGV)
 local g = group_key(gid)
-check_types('q', 's', 'bell', 'vanished', unpack(FAILING))
+check_types('q s bell ' .. FAILING)
 local max_bytes = tonumber(call('HGET', M, 'max_body') or math.huge)
 if call('ZREM', K .. 'l', gid .. ':' .. i .. ':' .. token) == 0 then return 'fenced' end
 local state = group_values(g, 'state')[1]

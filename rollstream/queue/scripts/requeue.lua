@@ -15,7 +15,7 @@ local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'score', 'timeout
 if not row.state then return 'gone' end
 if row.life ~= life then return 'other' end
 if tonumber(life) >= tonumber(run.max_requeues or 1) then return 'exhausted' end
-check_types('bell', unpack(PLACES))
+check_types('bell' .. PLACES)
 take_out_group(gid, g, row)
 call('UNLINK', g, body_key(gid))
 call('HSET', g, 'n', row.n, 'left', row.n, 'state', 'open', 'score', row.score,

@@ -15,7 +15,7 @@ if run.rewind_id == rewind_id then
   local seen, beyond, more = drop_rewound(run.rewinding)
   return {run.frontier, run.epoch, seen, beyond, more and 1 or 0}
 end
-check_types('gs', 'cur', 'past', 'room', 'ctl', unpack(PLACES))
+check_types('gs ctl cur past room' .. PLACES)
 local base = math.floor(frontier / 8) * 8
 call('DEL', K .. 'cur')
 if bitmap ~= '' then call('SET', K .. 'cur', bitmap) end

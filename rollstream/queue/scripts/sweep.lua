@@ -5,7 +5,7 @@
 -- member: came_due sent_back failed_finally group_ended
 -- answer: more expired promoted deadlines evicted aborted grace vanished | -1 (no such run)
 -- repeat: the next page
--- uses: clock member looking rewinding
+-- uses: clock member waiting looking rewinding
 local STALE_PAGE, ABORT_PAGE = 16, 16
 local MAX_ENDED = 512      -- members of groups that one page drops
 local FORGET_LEASES = 4    -- a process unseen for so many leases is no longer present
@@ -14,7 +14,6 @@ permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
   'version', 'max_stale', 'max_crashes', 'grace_until', 'rewinding')
 if not run.state then return {-1} end
-for name in pairs(TYPES) do check_types(name) end
 local clock, run_clock, jumped = clock_of(run)
 local lease_ms = tonumber(run.lease_ms)
 -- Nobody could beat while the server was away, so nothing expires for one lease.
@@ -39,6 +38,7 @@ end
 local function expire_leases()
   local due = call('ZRANGEBYSCORE', K .. 'l', '-inf', int(clock), 'LIMIT', 0, page)
   local expired = 0
+  if #due > 0 then check_types('q s bell wh ' .. FAILING) end
   for _, lease_id in ipairs(due) do
     call('ZREM', K .. 'l', lease_id)
     local gid, i, token = split_lease(lease_id)
@@ -76,6 +76,7 @@ end
 local function end_deadlines()
   local due = call('ZRANGEBYSCORE', K .. 'dl', '-inf', int(run_clock), 'LIMIT', 0, page)
   local ended, work = 0, 0
+  if #due > 0 then check_types('q s d l ' .. FAILING) end
   for _, gid in ipairs(due) do
     if work >= page then more = 1; break end
     local g = group_key(gid)

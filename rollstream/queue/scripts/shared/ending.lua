@@ -1,5 +1,5 @@
 -- ending: a group ends as acked or dropped, and nothing of it is left.
--- uses: wake frontier ids damage types
+-- uses: wake frontier damage types
 local CHUNK = 512       -- Lua unpacks at most some thousands of values
 local PAST_LENGTH = 1000
 local PAST_MEMBERS = 8  -- members whose header and error a drop's record keeps
@@ -60,14 +60,19 @@ local function was_delivered(gid)
     and not call('ZSCORE', K .. 'q', gid .. ':0')
 end
 
+-- The group of an entry of q, s, d or l.
+local function group_in(set, id)
+  return string.match(id, set == 'l' and '^(.*):%d+:[^:]*$' or '^(.*):%d+$')
+end
+
 -- Takes out what is left of a group without a hash: it has to be looked for everywhere.
 local function take_out_traces(gid)
-  for set, pattern in pairs(GROUP_IN) do
+  for set in string.gmatch('q s d l', '%S') do
     local first = 0
     repeat
       local ids, found = call('ZRANGE', K .. set, first, first + CHUNK - 1), {}
       for _, id in ipairs(ids) do
-        if string.match(id, pattern) == gid then found[#found + 1] = id end
+        if group_in(set, id) == gid then found[#found + 1] = id end
       end
       if #found > 0 then call('ZREM', K .. set, unpack(found)) end
       first = first + #ids - #found
@@ -85,7 +90,7 @@ local function take_out_traces(gid)
 end
 
 -- What a group is taken out of, and where that is counted.
-local PLACES = {'q', 's', 'd', 'l', 'full', 'ready', 'age', 'dl', 'c', 'vanished'}
+local PLACES = ' q s d l full ready age dl c vanished'
 
 -- Takes a live group from everywhere that refers to it, but for the set of live groups.
 local function take_out_group(gid, g, row, no_traces)
@@ -114,7 +119,7 @@ end
 -- come again; `no_traces`: its hash vanished, and what was left of it is taken out.
 local function end_group(gid, outcome, reason, detail, keep_id, no_traces)
   local evaluation = is_evaluation(gid)
-  check_types('cur', 'past', 'room', unpack(PLACES))
+  check_types('cur past room' .. PLACES)
   if call('SREM', K .. (evaluation and 'ge' or 'gs'), gid) == 0 then return false end
   local g = group_key(gid)
   local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'why')

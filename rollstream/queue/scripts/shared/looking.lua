@@ -123,7 +123,7 @@ local function look_at_members(set, cursor)
   local reply, is_there = call('ZSCAN', K .. set, cursor, 'COUNT', LOOK_PAGE), {}
   for j = 1, #reply[2], 2 do
     local id = reply[2][j]
-    local gid = string.match(id, GROUP_IN[set])
+    local gid = group_in(set, id)
     if gid and is_there[gid] == nil then is_there[gid] = call('EXISTS', group_key(gid)) == 1 end
     if not gid or not is_there[gid] then
       if gid then met_vanished(gid) end

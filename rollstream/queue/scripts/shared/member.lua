@@ -1,6 +1,5 @@
--- member: how a member waits again or fails for good, and how a group becomes full.
--- uses: wake ids damage types
-local SUSPECT_CRASHES = 2
+-- member: how a member fails for good, and how a group becomes full.
+-- uses: damage types
 
 local function group_full(gid, g)
   local row = call('HMGET', g, 'n', 'bytes')
@@ -17,7 +16,7 @@ end
 
 -- Members of a group failed for good; the caller took them from their sets, and checked `FAILING`
 -- before.
-local FAILING = {'full', 'dl', 'c'}
+local FAILING = 'full dl c'
 local function fail_members(gid, g, members, reason, text)
   if #members == 0 then return end
   local ends, flags, parked = {}, {}, {}
@@ -45,29 +44,4 @@ end
 
 local function too_large_text(size, max_bytes)
   return int(size) .. ' bytes, allowed are ' .. int(max_bytes)
-end
-
--- The member waits again: until `due` on the queue clock, or at once where it is nil.
-local function send_back(gid, g, i, due)
-  local id = gid .. ':' .. i
-  if due then
-    call('ZADD', K .. 'd', int(due), id)
-  else
-    local row = call('HMGET', g, 'score', 'x' .. i)
-    local suspect = (tonumber(row[2]) or 0) >= SUSPECT_CRASHES
-    ring('bell')
-    call('ZADD', K .. (suspect and 's' or 'q'), row[1], id)
-  end
-end
-
--- Delayed members that are due by `clock` wait for a lease again; returns how many were moved.
-local function promote(clock, limit)
-  local due = call('ZRANGEBYSCORE', K .. 'd', '-inf', int(clock), 'LIMIT', 0, limit)
-  for _, id in ipairs(due) do
-    local gid, i = split_member(id)
-    local g = gid and group_key(gid) -- a foreign name is nobody's
-    if g and call('EXISTS', g) == 1 then send_back(gid, g, i) else met_vanished(gid) end
-    call('ZREM', K .. 'd', id)
-  end
-  return #due
 end
