@@ -18,7 +18,7 @@ from typing import TypeVar
 from redis.exceptions import ResponseError
 
 from rollstream.batch import Batch
-from rollstream.errors import DropReason, StreamError
+from rollstream.errors import CapacityTooSmall, DropReason, StreamError
 from rollstream.intake import HeldGroup, Intake
 from rollstream.lineage import Fenced, Lineage, RunMissing
 from rollstream.queue import calls
@@ -211,6 +211,15 @@ class Hold:
         batch = Batch([h.group for h in chosen], self._num_batches, ack_through=ack_through)
         self.handed_out[batch.number] = HandedOut(batch, chosen)
         return batch
+
+    def refuse_too_large(self, groups: int) -> None:
+        """Refuse a batch for which there is not capacity enough, whatever is acked.
+
+        Raises:
+            CapacityTooSmall: with the numbers.
+        """
+        if groups > self.info.capacity:
+            raise CapacityTooSmall(groups, self.info.capacity, len(self.held))
 
     def has_handed_out(self, batch: Batch) -> bool:
         """Return whether this very batch is out and not acked."""

@@ -173,6 +173,7 @@ class GroupStream:
             WireTooNew: the workers speak a newer wire version.
         """
         check_bounds(groups, timeout_s)
+        self._hold.refuse_too_large(groups)
         return self._iterate(groups, timeout_s)
 
     def _iterate(self, groups: int, timeout_s: float) -> Iterator[Batch]:

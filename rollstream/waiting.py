@@ -12,7 +12,7 @@ import time
 from redis.exceptions import ResponseError
 
 from rollstream import ends
-from rollstream.errors import CapacityTooSmall, StreamError
+from rollstream.errors import StreamError
 from rollstream.hold import MAX_WAIT_S, PAUSE_S, Hold
 from rollstream.lineage import Fenced, RunMissing
 from rollstream.queue.reads import StreamEntry
@@ -117,8 +117,7 @@ class Wait:
         error = ends.failure(info)
         if error is not None:
             raise error
-        if self._groups > info.capacity:
-            raise CapacityTooSmall(self._groups, info.capacity, len(hold.held))
+        hold.refuse_too_large(self._groups)
 
     def _judge(self) -> None:
         """Nothing came for a while: say whether the run is over, stuck, or just slow."""
