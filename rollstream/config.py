@@ -399,8 +399,10 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return EXIT_CONFIG, text
     if isinstance(error, RunMismatch):
         return EXIT_MISMATCH, text
-    if "redis.AuthenticationError" in names or "redis.NoPermissionError" in names:
+    if "redis.AuthenticationError" in names:
         return EXIT_CONFIG, f"Redis refused the user or password of redis.url: {text}"
+    if "redis.NoPermissionError" in names:
+        return EXIT_CONFIG, f"the user of redis.url lacks a right (docs/deploy.md, ACL): {text}"
     if names & {"redis.ConnectionError", "redis.TimeoutError"}:
         return EXIT_UNREACHABLE, f"Redis cannot be reached: {text}; check redis.url"
     if "redis.InvalidResponse" in names:

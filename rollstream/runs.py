@@ -150,6 +150,11 @@ def missing(
     if trouble is None:
         try:
             others = list_runs(queue.client)
+        except REFUSALS:
+            return RunLost(
+                f"no run {queue.run!r} at {where} after {timeout_s:g} s (this user may not list "
+                f"others); a producer opens it: python -m producer --run.name {queue.run}"
+            )
         except OUTAGES as error:
             trouble = error
         else:

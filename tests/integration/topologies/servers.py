@@ -50,10 +50,10 @@ def role_of(server: DevServer) -> str:
         return ""
 
 
-def answers(port: int) -> bool:
+def answers(port: int, **options: Any) -> bool:
     """Return whether a server or a sentinel is there."""
     try:
-        with told(port) as client:
+        with told(port, **options) as client:
             return bool(client.ping())
     except redis.RedisError:
         return False
