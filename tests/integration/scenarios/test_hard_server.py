@@ -20,11 +20,13 @@ from rollstream.stream import GroupStream
 from rollstream.wire import encode_prompt
 from tests.backstage import Backstage
 from tests.builders import a_prompt
-from tests.integration.worker.parts import Run, a_run
+from tests.integration.worker.parts import Gate, Run, a_run, wait_until
 from tests.unit.worker.works import plain
 from worker.types import GenerateInput, GenerateOutput
 
 GROUPS = 120
+MOST = 60
+"""Then a slow machine may go on in peace."""
 
 
 @contextmanager
@@ -34,7 +36,7 @@ def harassed(url: str, harass: Callable[[redis.Redis], object]) -> Iterator[list
 
     def go_on() -> None:
         with redis.Redis.from_url(url) as client:
-            while not stop.wait(0.02):
+            while count[0] < MOST and not stop.wait(0.02):
                 harass(client)
                 count[0] += 1
 
@@ -158,3 +160,72 @@ async def test_a_server_that_stands_still_for_several_leases_charges_nobody(run_
             assert len(started) == 16
             assert await run.counter("crashes") == 0
             await run.audit()
+
+
+# --- 24: celery/celery#5935, #3430 ---------------------------------------------------------------
+@pytest.mark.slow
+async def test_a_rollout_of_many_leases_is_one_attempt_although_redis_restarts_in_its_middle(
+    run_name: str,
+) -> None:
+    """A visibility timeout ran long tasks again; a restart of the broker did too."""
+    lease_ms, gate = 500, Gate()
+    with DevServer("--appendfsync", "always", aof=True) as server:
+        async with a_run(server.url, run_name, lease_ms=lease_ms) as run:
+            run.worker(generate=gate).start()
+            await run.enqueue(0, 4)
+            await wait_until(lambda: len(gate.started) == 4)
+            for outage in (False, True, False):
+                await clock_moves(run, 4 * lease_ms)
+                if outage:
+                    await asyncio.to_thread(server.kill)
+                    await asyncio.sleep(2 * lease_ms / 1000)
+                    await asyncio.to_thread(server.start)
+            gate.end(0, *range(4))
+            await run.ready(1)
+            assert len(gate.started) == 4
+            names = ("crashes", "attempts", "fenced", "completed")
+            assert [await run.counter(name) for name in names] == [0, 0, 0, 4]
+            await run.audit()
+
+
+async def clock_moves(run: Run, ms: int) -> None:
+    """Wait until so much time of the queue has passed: the worker sweeps."""
+
+    async def now() -> int:
+        info = await run.queue.info()
+        assert info is not None
+        return info.clock_ms
+
+    until = await now() + ms
+
+    async def is_there() -> bool:
+        return await now() >= until
+
+    await wait_until(is_there)
+
+
+# --- 11: NeptuneHub/AudioMuse-AI#784 -------------------------------------------------------------
+@pytest.mark.parametrize("loss", ["its entry is deleted", "it is forgotten in an outage"])
+async def test_a_worker_that_dropped_out_of_the_registry_is_back_with_its_next_beat(
+    run_name: str, loss: str
+) -> None:
+    """A worker that nobody knew of any more worked on invisibly."""
+    with DevServer("--appendfsync", "always", aof=True) as server:
+        async with a_run(server.url, run_name, lease_ms=600) as run:
+            run.worker().start()
+
+            async def seen() -> bool:
+                return await run.queue.presence() == {
+                    "workers": 1, "producers": 0, "aggregators": 1,
+                }  # fmt: skip
+
+            await wait_until(seen)
+            if loss == "it is forgotten in an outage":
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+            await run.queue.client.delete(
+                *(f"{run.queue.prefix}{key}" for key in ("w", "wa", "wl"))
+            )
+            await wait_until(seen)
+            await run.enqueue(0, 4)
+            await run.ready(1)
