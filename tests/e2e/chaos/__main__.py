@@ -25,7 +25,8 @@ def main() -> int:
         return EXIT_WRONG
     # Behind the command line: --help and a wrong option answer at once.
     from examples.demo.children import ChildFailed
-    from tests.e2e.chaos.run import Chaos, ChaosFailed
+    from tests.e2e.chaos.run import Chaos
+    from tests.e2e.chaos.stage import ChaosFailed
 
     signal.signal(signal.SIGTERM, _interrupt)
     chaos = Chaos(options)

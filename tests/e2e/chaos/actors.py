@@ -48,9 +48,10 @@ class Actor:
         return self._start_mono_s is not None
 
     def kill(self, restart_in_s: float) -> None:
-        """SIGKILL it, and start it again later."""
-        self.acts[Act.KILL] += 1
-        self._end(restart_in_s)
+        """SIGKILL it, and start it again later; nothing where it is down."""
+        if not self.is_down:
+            self.acts[Act.KILL] += 1
+            self._end(restart_in_s)
 
     def freeze(self, seconds: float) -> None:
         """Stop it for a while; nothing where it is down."""
@@ -229,6 +230,8 @@ class ServerActor(Actor):
         A killed process loses nothing (the kernel has it); a host that crashes loses what was not
         fsynced yet.
         """
+        if self.is_down:
+            return
         self.acts[Act.AMNESIA] += 1
         self._end(restart_in_s)
         newest = self._newest_file()
