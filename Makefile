@@ -41,6 +41,7 @@ bench: setup           ## the budgets of docs/benchmarks.md
 	@$(PY) -m benchmarks.merge --json
 	@$(PY) -m benchmarks.turns --json
 	@$(PY) -m benchmarks.pipeline --json
+	@$(PY) -m benchmarks.queue --json
 
 ops-test: setup        ## checks that need Debian or npm tools
 	@$(PY) -m pytest -q -m slow tests/ops $(ARGS)
