@@ -231,8 +231,13 @@ def enqueue(
         timeout_ms: from its first lease to its deadline; 0 is none.
 
     Raises:
-        ValueError: `n` is not positive; such a group would never end.
+        ValueError: `n` is not positive (such a group would never end), or the name is none: a
+            space in it would cut the record of what a worker was given.
     """
+    name = str(group_index)
+    is_evaluation = name.startswith("e:") and name.isascii() and name.isprintable()
+    if not (name.isdecimal() and name.isascii()) and (not is_evaluation or " " in name):
+        raise ValueError(f"group {name[:80]!r}: expected a whole number, or e:… without spaces")
     if n < 1:
         raise ValueError(f"group {group_index}: n = {n}, a group has at least one member")
     if priority is None:

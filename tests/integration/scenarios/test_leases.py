@@ -223,3 +223,22 @@ def test_twenty_sweepers_on_connections_of_their_own_promote_each_delayed_member
     assert set(leased.values()) == {1}
     assert len(leased) == 256
     assert run.queue.call(calls.audit(deep=True)).problems == []
+
+
+# --- names ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [-1, "", "x", "e: a", "e:a b", "e:a\nb", "e:é", "٣", "1 2", "+1"])
+def test_a_group_whose_name_would_break_a_record_is_refused(name: int | str) -> None:
+    with pytest.raises(ValueError, match="expected a whole number"):
+        calls.enqueue(name, 1, b"p")
+
+
+def test_evaluations_run_before_all_training_and_training_by_priority_then_age(
+    bench: Bench,
+) -> None:
+    bench.enqueue(0, n=1, priority=5)
+    bench.enqueue(1, 2, n=1)
+    bench.enqueue(3, n=1, priority=5)
+    bench.enqueue("e:math:1", n=2)
+    bench.enqueue(4, n=1)
+    order = [bench.lease(limit=1)[0].group_index for _ in range(7)]
+    assert order == ["e:math:1", "e:math:1", "1", "2", "4", "0", "3"]
