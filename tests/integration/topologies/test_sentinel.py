@@ -174,6 +174,62 @@ def test_connections_leave_a_frozen_master_and_do_not_return_when_it_wakes(
         assert queue.call(calls.audit(deep=True)).problems == []
 
 
+def test_a_planned_failover_is_an_outage_also_to_a_wait_and_the_old_master_gets_nothing(
+    watched: Watched, run_name: str
+) -> None:
+    old = watched.master
+    with Backstage(watched.url, run_name) as backstage, told(watched.sentinels[0].port) as sentinel:
+        backstage.open()
+        queue = backstage.queue
+        heard: list[str] = []
+
+        def wait() -> None:
+            try:
+                heard.append(str(queue.read_full("a", count=1, block_s=5.0)))
+            except redis.ConnectionError as error:
+                heard.append(str(error))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        sentinel.execute_command("SENTINEL FAILOVER", MASTER)
+        answers: list[str] = []
+
+        def enqueued() -> bool:
+            try:
+                answers.extend(backstage.enqueue(len(answers)))
+            except redis.ConnectionError:
+                return False
+            return role_of(old) == "slave" and answers[-1] == "new"
+
+        wait_until(enqueued, 15)
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert len(heard) == 1
+        route = queue.route
+        assert route is not None
+        assert route.address == ("127.0.0.1", watched.master.port)
+        assert watched.master is not old
+        assert queue.call(calls.audit(deep=True)).problems == []
+
+
+def test_a_demoted_server_without_sentinels_is_an_outage_and_left_for_who_has_its_name(
+    run_name: str,
+) -> None:
+    with (
+        DevServer() as server,
+        DevServer() as other,
+        told(server.port) as admin,
+        Backstage(server.url, run_name) as backstage,
+    ):
+        backstage.open()
+        admin.replicaof("127.0.0.1", other.port)
+        wait_until(lambda: role_of(server) == "slave")
+        with pytest.raises(redis.ConnectionError, match="READONLY"):
+            backstage.enqueue(0)
+        admin.replicaof("NO", "ONE")
+        assert backstage.open().enqueue(0) == ["new"]
+
+
 async def test_a_cancelled_call_leaves_no_reply_behind_sentinels(
     watched: Watched, run_name: str
 ) -> None:
