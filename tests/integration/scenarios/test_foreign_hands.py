@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import redis
 
+from rollstream.cli.__main__ import main
 from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
 from rollstream.queue.calls import CompleteAnswer, Completion, Lease
@@ -159,3 +160,24 @@ def test_names_that_are_no_members_are_leased_to_nobody_and_stop_nothing(run: Ba
     assert run.queue.depths()["ready"] == 2
     counters = run.queue.counters()
     assert (counters["completed"], counters.get("crashes", 0)) == (4, 0)
+
+
+@pytest.mark.parametrize("deleted", ["q", "l"])
+def test_members_that_lost_their_place_are_named_by_audit_and_healed_by_requeue(
+    run: Backstage, connect: Connect, deleted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing heals that by itself: nobody can tell it from a member that somebody took."""
+    run.enqueue(0, 1)
+    if deleted == "l":
+        run.lease()
+    run.queue.client.delete(run.queue.prefix + deleted)
+    port = run.queue.client.connection_pool.connection_kwargs["port"]
+    where = ("--redis", f"redis://127.0.0.1:{port}", "--run", run.queue.run)
+    assert main(["audit", "--deep", *where]) == 1
+    assert "is in 0 sets" in capsys.readouterr().out
+    for gid in ("0", "1"):
+        assert main(["requeue", gid, *where]) == 0
+    run.work()
+    run.end_of_data()
+    assert train_all(connect()) == [0, 1]
+    assert main(["audit", "--deep", *where]) == 0

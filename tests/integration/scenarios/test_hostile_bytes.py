@@ -175,7 +175,9 @@ async def all_dropped(run: Run, count: int) -> bool:
 
 
 # --- the command line ----------------------------------------------------------------------------
-LOOKS: tuple[Sequence[str], ...] = (("stats",), ("audit", "--deep"), ("runs",))
+LOOKS: tuple[Sequence[str], ...] = (
+    ("stats",), ("audit", "--deep"), ("runs",), ("show",), ("show", "0"), ("show", "1"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", LOOKS, ids=" ".join)
