@@ -21,6 +21,8 @@ from examples.demo.children import Child
 from examples.devserver import DevServer
 from tests.e2e.chaos.schedule import Act
 
+START_BYTES = 1 << 14
+"""Of a log, in which a process says that it works."""
 RESTART_S = 0.3
 """As a supervisor waits before it starts again what ended by itself."""
 ZOMBIE_S = 20.0
@@ -112,15 +114,31 @@ class Actor:
 
 
 class ProcessActor(Actor):
-    """A child process."""
+    """A child process.
 
-    def __init__(self, name: str, role: str, child: Child) -> None:
+    Attributes:
+        child: the process.
+        ready_mark: what it logs once it works; empty counts from its start.
+    """
+
+    def __init__(self, name: str, role: str, child: Child, ready_mark: bytes = b"") -> None:
         super().__init__(name, role)
-        self.child = child
+        self.child, self.ready_mark = child, ready_mark
+        self._log_offset = 0
 
     def start(self) -> None:
         """Start it (again)."""
+        self._log_offset = self.child.log.stat().st_size if self.child.log.exists() else 0
         self.child.start()
+
+    @property
+    def works(self) -> bool:
+        """Whether it is there, has come up since its last start, and is not frozen."""
+        if self.is_down or self._thaw_mono_s is not None or not self.child.running:
+            return False
+        with self.child.log.open("rb") as log:
+            log.seek(self._log_offset)
+            return self.ready_mark in log.read(START_BYTES)
 
     def stop(self) -> None:
         """Ask it to end."""

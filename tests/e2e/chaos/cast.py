@@ -102,13 +102,15 @@ def assemble(options: Options, folder: Path, ports: Mapping[str, int]) -> Cast:
             ready_url=ready_url,
         )
 
-    def client(name: str, role: str, module: str, *arguments: str) -> ProcessActor:
+    def client(
+        name: str, role: str, module: str, *arguments: str, ready: bytes = b""
+    ) -> ProcessActor:
         where = ("--config", str(config), "--redis.url", f"redis://127.0.0.1:{ports[name]}")
-        return ProcessActor(name, role, child(name, module, *where, *arguments))
+        return ProcessActor(name, role, child(name, module, *where, *arguments), ready)
 
     def worker(name: str, role: str, kind: str) -> ProcessActor:
         own = ("--worker.role", kind, "--telemetry.metrics_port", "0")
-        return client(name, role, "worker", *own)
+        return client(name, role, "worker", *own, ready=b'"worker_ready"')
 
     def trainer(life: int) -> Child:
         url = f"redis://127.0.0.1:{ports['trainer']}"

@@ -140,7 +140,8 @@ class Chaos:
             if odd:
                 self.findings.append(f"{actor.name} ended by itself: {odd} (exit code: times)")
         self.findings += stage.cast.trainer.findings
-        everyone = [actor for actor in stage.cast.everyone if actor is not stage.cast.trainer]
+        # One that ended by itself just now would have been started again.
+        everyone = [actor for actor in stage.cast.everyone if actor.child.exit_code is None]
         for actor in everyone:
             actor.stop()
         limit = time.monotonic() + STOP_S

@@ -140,7 +140,9 @@ class Stage:
         if event.role == "operator":
             self._operate(event)
             return
-        actor = self.actors[event.victim]
+        actor = self._victim(event)
+        if actor is None:
+            return
         if event.act in ON_LINKS:
             self._spoil(event, actor)
         elif event.act is Act.KILL:
@@ -151,6 +153,19 @@ class Stage:
             self.redis.forget(event.duration_s)
         elif event.act is Act.USURP:
             self.cast.trainer.usurp(event.duration_s)
+
+    def _victim(self, event: Event) -> Actor | None:
+        """Return who is hurt: of workers and aggregators one that works, if there is any.
+
+        On a slow machine they would else be killed while they start, and never do anything that
+        could go wrong.
+        """
+        drawn = self.actors[event.victim]
+        if event.role not in ("worker", "aggregator") or event.act in ON_LINKS:
+            return drawn
+        peers = [a for a in self.cast.everyone if a.role == event.role]
+        first = next(i for i, peer in enumerate(peers) if peer is drawn)
+        return next((a for a in peers[first:] + peers[:first] if a.works), None)
 
     def _spoil(self, event: Event, actor: Actor) -> None:
         actor.acts[event.act] += 1
