@@ -47,7 +47,8 @@ def check_effects(call: ScriptCall[Any], answer: Any, scene: Scene, after: Sight
         return
     args = args_of(call)
     named = _NAMED[call.script](args) if call.script in _NAMED else frozenset()
-    _check_groups(call.script, args, named, before, after)
+    if after is not before:
+        _check_groups(call.script, args, named, before, after)
     _check_ends(call, answer, before, after)
     _check_counters(call.script, answer, before, after)
     _check_fields(call.script, args, before, after)

@@ -26,7 +26,7 @@ from rollstream.queue.scripts import Script
 from tests.integration.queue.effects import check_effects
 from tests.integration.queue.invariants import Known, Lineage, check_all
 from tests.integration.queue.oracle import Scene, check_answer, sweep_bounds
-from tests.integration.queue.sight import LOOK, Sight, look
+from tests.integration.queue.sight import LOOK, Looks, Sight
 from tests.queue_bench import Bench, clocked_scripts
 
 T = TypeVar("T")
@@ -128,6 +128,7 @@ class WalkState:
         self.client, self.key = client, self.bench.key
         self.judged = JudgedQueue(client, client, self.bench.queue.run, scripts)
         self.judged.model = self
+        self.looks = Looks(self.key)
         self.log: list[str] = []
         self.stats: Counter[str] = Counter()
         self._num_names = 0
@@ -176,7 +177,7 @@ class WalkState:
     # --- calls ---------------------------------------------------------------------------------
     def look(self) -> Sight:
         """Look at the run again, and learn what was dropped since."""
-        return self._learn(self.bench.call(look(self.key, self.past_id)))
+        return self._learn(self.bench.call(self.looks.call(self.past_id)))
 
     def _learn(self, sight: Sight) -> Sight:
         self.sight = sight
@@ -208,7 +209,7 @@ class WalkState:
 
     def _call_once(self, call: ScriptCall[T]) -> T:
         scene = Scene(self.sight, self.bench.now_ms, self.memory_full)
-        both: list[ScriptCall[Any]] = [call, look(self.key, self.past_id)]
+        both: list[ScriptCall[Any]] = [call, self.looks.call(self.past_id)]
         answer, after = self.bench.queue.call_many(both)
         self.judge(call, answer, scene, self._learn(after))
         return cast(T, answer)

@@ -1,7 +1,7 @@
 """Does anything notice a broken script? Every mutation against the walk, then the unit tests.
 
 Owns the list of mutations and the tool that runs it; `python -m tests.integration.queue.mutations
-[--json] [--walks N] [--steps N] [--only WORD]` prints which of them survive. Invariant: a mutation
+[--json] [--walks N] [--steps N] [--only WORD] [--part K/N]` prints which of them survive. Invariant: a mutation
 that nothing can notice says in the list why it changes nothing.
 """
 
@@ -51,12 +51,14 @@ def fits(mutation: Mutation) -> bool:
     )
 
 
-def walk_notices(client: redis.Redis, mutation: Mutation, walks: int, steps: int) -> str:
+def walk_notices(
+    client: redis.Redis, mutation: Mutation, walks: int, steps: int, sizes: Sequence[int] = (14, 40)
+) -> str:
     """Return what the walk said of a mutation; empty where it noticed nothing."""
     broken = clocked_scripts(SMALL_REBASE, (mutation.where, mutation.old, mutation.new))
     for seed in range(1, walks + 1):
         try:
-            take_walk(client, seed, steps, broken)
+            take_walk(client, seed, steps, broken, sizes=sizes)
         except (AssertionError, redis.RedisError, LookupError, TypeError, ValueError) as error:
             text = str(error).split("\n")[0][:90]
             return f"seed {seed}: {type(error).__name__}: {text}"
@@ -103,14 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--walks", type=int, default=20)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default="", help="those whose name has this word")
+    parser.add_argument("--part", default="1/1", help="K/N: every Nth of them, from the Kth on")
     parser.add_argument("--no-units", action="store_true")
     given = parser.parse_args(arguments)
+    part, parts = map(int, given.part.split("/"))
     logging.disable()
     findings, begun = [], time.monotonic()
     with DevServer() as server, redis.Redis.from_url(server.url, protocol=2) as client:
         for seed in range(1, given.walks + 1):
             take_walk(client, seed, given.steps)  # what breaks without a mutation proves nothing
-        for mutation in MUTATIONS:
+        for mutation in MUTATIONS[part - 1 :: parts]:
             if given.only not in mutation.name:
                 continue
             finding = try_mutation(

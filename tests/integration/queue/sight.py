@@ -198,12 +198,28 @@ class Sight:
         }  # fmt: skip
 
 
-def look(prefix: str, past_id: str = "-") -> ScriptCall[Sight]:
-    """Read the whole run; of `past`, what came behind `past_id`."""
-    streams = " ".join(f"{name}={group}" for name, group in STREAMS.items())
-    since = past_id if past_id == "-" else f"({past_id}"
-    args = (since, " ".join(ZSETS), " ".join(HASHES), streams)
-    return ScriptCall(LOOK.name, args, lambda raw: _parse(prefix, raw))
+class Looks:
+    """The looks at one run; one that shows nothing new is the last one itself."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._raw: Any = None
+        self._last: Sight | None = None
+
+    def call(self, past_id: str = "-") -> ScriptCall[Sight]:
+        """Read the whole run; of `past`, what came behind `past_id`."""
+        streams = " ".join(f"{name}={group}" for name, group in STREAMS.items())
+        since = past_id if past_id == "-" else f"({past_id}"
+        args = (since, " ".join(ZSETS), " ".join(HASHES), streams)
+        return ScriptCall(LOOK.name, args, self._read)
+
+    def _read(self, raw: Any) -> Sight:
+        for pending in raw[4][1::2]:
+            for row in pending:
+                row[2] = 0  # idle time
+        if self._last is None or raw != self._raw:
+            self._raw, self._last = raw, _parse(self._prefix, raw)
+        return self._last
 
 
 def _parse(prefix: str, raw: Any) -> Sight:

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import redis
 
@@ -42,6 +42,7 @@ ACTIONS: dict[str, float] = {
     "fail": 5, "park": 4, "worker_dies": 2, "worker_freezes": 1.5, "worker_thaws": 1.5,
     "everybody_dies": 0.8, "worker_grabs": 1,
     "pass_time": 16, "time_goes_by": 4, "outage": 1, "sweep": 5, "long_pause": 0.3,
+    "deadline_passes": 0.4,
     "read_full": 10, "claim_full": 3, "verdict": 13, "aggregator_dies": 1,
     "read_ready": 14, "ack": 8, "old_trainer_calls": 1, "retire": 1, "trainer_names_anything": 1,
     "checkpoint": 4, "trainer_restarts": 0.7, "new_version": 1,
@@ -65,6 +66,7 @@ class Walk(ProducerActs, AggregatorActs, TrainerActs, OperatorActs):
     def step(self, name: str) -> None:
         """Do one act and check everything."""
         self.log.append(name)
+        self.stats[f"act {name}"] += 1
         before = self.sight
         getattr(self, name)()
         self.check(before)
@@ -149,13 +151,14 @@ def take_walk(
     steps: int,
     scripts: Mapping[str, Script] | None = None,
     actions: Mapping[str, float] | None = None,
+    sizes: Sequence[int] = (14, 40, 80),
 ) -> Counter[str]:
     """Take one walk and return what happened.
 
     Raises:
         AssertionError: an invariant broke; the seed and the last steps are in its notes.
     """
-    walk = Walk(client, seed, scripts)
+    walk = Walk(client, seed, scripts, sizes=sizes)
     try:
         walk.run(steps, ACTIONS if actions is None else actions)
     except Exception as error:

@@ -7,7 +7,7 @@ from rollstream.queue import calls
 from rollstream.queue.calls import Completion, Lease, LeaseAnswer
 from tests.integration.queue.model import MAX_BODY, WalkState, Worker
 
-MAX_FROZEN = 3
+MAX_FROZEN, MAX_STEPS = 3, 40
 REPORTS = [Report.RETRY, Report.RETRY, Report.BACK, Report.BACK, Report.FINAL]
 
 
@@ -197,12 +197,35 @@ class WorkerActs(WalkState):
             for _ in range(3):
                 self.pass_ms(499)
                 self.sweep_all()
+        if self.chance(0.5):
+            self.worker_grabs()
 
     def worker_grabs(self) -> None:
         """One worker asks again and again: only the rules of poison and of shares stop it."""
         worker = self.a_worker()
         for _ in range(3):
             self.take(worker, self.lease_for(worker, self.rng.choice([4, 12, 300])))
+
+    def deadline_passes(self) -> None:
+        """A deadline passes while nobody sweeps, and somebody gives back and leases right then."""
+        if not self.sight.z["dl"] or self.sight.m["state"] != "running":
+            return
+        gid, deadline = min(self.sight.z["dl"].items(), key=lambda item: item[1])
+        for _ in range(MAX_STEPS):
+            left = deadline - self.sight.clock(self.bench.now_ms)[1]
+            if left < 250 or gid not in self.sight.z["dl"]:
+                break
+            self.pass_ms(min(200, left - 100))
+            for worker in self.workers:
+                self.beat_for(worker)
+            self.sweep_all()
+        self.pass_ms(250)
+        for worker in self.workers:
+            for lease in [x for x in worker.held.values() if x.group_index == gid]:
+                del worker.held[lease.id]
+                self._fail(lease, Report.BACK)
+        self.take(self.workers[0], self.lease_for(self.workers[0], 300))
+        self.stats["leased at a deadline"] += 1
 
     def sweep_all(self, page: int = 64) -> None:
         """Sweep until nothing is left."""
