@@ -143,7 +143,13 @@ class BlockingQueue:
 
     def past(self, count: int = 1000) -> list[dict[str, Any]]:
         """Return the last drops, newest first."""
-        return self._read(reads.past(self.prefix, count))
+        drops: list[dict[str, Any]] = []
+        before = "+"
+        while before and len(drops) < count:
+            step = min(_PAGE, count - len(drops))
+            before, page = self._read(reads.past_page(self.prefix, before, step))
+            drops += page
+        return drops
 
     def ask(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands that are about the server; a refusal stands in place of its answer."""

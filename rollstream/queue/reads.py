@@ -240,10 +240,16 @@ def presence(prefix: str) -> Read[dict[str, int]]:
     return Read(commands, lambda replies: dict(zip(sets, map(int, replies), strict=True)))
 
 
-def past(prefix: str, count: int) -> Read[list[dict[str, Any]]]:
-    """Read the last drops, newest first."""
-    commands = (("XREVRANGE", f"{prefix}past", "+", "-", "COUNT", count),)
-    return Read(commands, lambda replies: [_parse_drop(entry) for entry in replies[0]])
+def past_page(prefix: str, before: str, count: int) -> Read[tuple[str, list[dict[str, Any]]]]:
+    """Read drops older than entry `before` (`+`: the newest), newest first; where to go on."""
+    end = before if before == "+" else f"({before}"
+    commands = (("XREVRANGE", f"{prefix}past", end, "-", "COUNT", count),)
+
+    def parse(replies: list[Any]) -> tuple[str, list[dict[str, Any]]]:
+        entries = replies[0]
+        return _text(entries[-1][0]) if entries else "", [_parse_drop(entry) for entry in entries]
+
+    return Read(commands, parse)
 
 
 def _parse_drop(entry: Any) -> dict[str, Any]:

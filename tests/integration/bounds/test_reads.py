@@ -283,3 +283,19 @@ async def test_async_queue_reads_bounded_too(
     check([again], sizes)
     await other.aclose()
     assert max(trip.reply_bytes for trip in meter.trips) < MAX_TRIP_BYTES
+
+
+# --- people --------------------------------------------------------------------------------------
+def test_drops_are_read_a_page_a_round_trip(
+    queue: BlockingQueue, metered: BlockingQueue, meter: Meter
+) -> None:
+    for start in range(0, 250, 50):
+        ids = range(start, start + 50)
+        queue.call_many([calls.enqueue(gid, 1, b"p") for gid in ids])
+        queue.call_many([calls.withdraw(str(gid)) for gid in ids])
+    drops = metered.past()
+    assert [drop["group_index"] for drop in drops] == [str(gid) for gid in reversed(range(250))]
+    assert len(meter.trips) == 4  # 100, 100, 50, and the end
+    assert [drop["group_index"] for drop in metered.past(120)] == [
+        str(gid) for gid in reversed(range(130, 250))
+    ]
