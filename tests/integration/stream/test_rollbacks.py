@@ -45,7 +45,8 @@ def test_frozen_trainer_does_not_take_the_run_back_in_an_emptied_redis(
     run: Backstage, connect: Connect
 ) -> None:
     run.finish(0, 1)
-    frozen = connect()
+    connect()
+    frozen = connect()  # the second connect: one more than what an emptied Redis counts first
     batch = next_of(frozen)
     run.roll_back({})
     run.open().finish(0, 1)
@@ -215,10 +216,40 @@ def test_stream_does_not_end_while_prompts_are_missing_whatever_the_producer_sai
         with pytest.raises(ProducerGone, match="frontier 2"):
             stream.next_batch(1, 10)
         run.finish(2, 3)
-        assert rest_of(stream) == [2, 3]
+        # It ends with the last batch still out: what is in hand is not missing.
+        last = next_of(stream, groups=2)
+        assert list(stream.batches(groups=2, timeout_s=3)) == []
+        last.ack()
+        assert last.group_indexes == [2, 3]
 
 
 # --- a rollback at the worst moment --------------------------------------------------------------
+def test_rollback_between_connect_and_rewind_brings_nothing_of_the_abandoned_future(
+    run: Backstage, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.finish(0, 1, 2)
+    first = connect()
+    next_of(first).ack()
+    state = first.state_dict()
+    next_of(first).ack()
+    moments: list[dict[bytes, bytes]] = []
+    server_ids = ["before"]
+    rewind = Lineage._rewind
+
+    def remembering(lineage: Lineage) -> None:
+        moments.append(run.keys())
+        rewind(lineage)
+
+    monkeypatch.setattr(Lineage, "_rewind", remembering)
+    monkeypatch.setattr(Lineage, "_read_server_id", lambda _: server_ids[-1])
+    stream = connect(state=state)
+    # Redis knows this trainer, and counts 1 as done: it has not heard of the rewind.
+    run.roll_back(moments[0])
+    server_ids.append("after")
+    assert next_of(stream).group_indexes == [2]
+    assert run.enqueue(0, 1) == ["done", "new"]
+
+
 @pytest.mark.parametrize("moment", ["_read_terminal", "_rewind"])
 def test_connect_survives_a_rollback_in_its_middle(
     run: Backstage, connect: Connect, monkeypatch: pytest.MonkeyPatch, moment: str
