@@ -77,24 +77,25 @@ if not repeated then
   if queued > want then ring('bell') end  -- the next waiting worker
   if queued > 0 and want > 0 then
     local popped = call('ZPOPMIN', K .. 'q', want)
-    for j = 1, #popped, 2 do -- what names no member was written by somebody else
-      if split_member(popped[j]) then ids[#ids + 1] = popped[j] end
-    end
+    for j = 1, #popped, 2 do ids[#ids + 1] = popped[j] end
   end
 end
 
--- Places in `ids` by group, groups in the order of their first place.
+-- Places in `ids` by group, groups in the order of their first place. What names no member was
+-- written by somebody else, and is gone with this.
 local groups, places_of, member_at = {}, {}, {}
 for place, id in ipairs(ids) do
   local gid, i = split_member(id)
-  member_at[place] = i
-  local places = places_of[gid]
-  if not places then
-    places = {}
-    places_of[gid] = places
-    groups[#groups + 1] = gid
+  if gid then
+    member_at[place] = i
+    local places = places_of[gid]
+    if not places then
+      places = {}
+      places_of[gid] = places
+      groups[#groups + 1] = gid
+    end
+    places[#places + 1] = place
   end
-  places[#places + 1] = place
 end
 
 local token_prefix = worker .. '-' .. call_no .. '-'
@@ -189,7 +190,7 @@ local function put_back()
   end
   for _, id in ipairs(ids) do
     local gid, i = split_member(id)
-    local row = group_values(group_key(gid), 'score', 'f' .. i)
+    local row = gid and group_values(group_key(gid), 'score', 'f' .. i) or {}
     if row[1] and not row[2] then call('ZADD', K .. (is_suspect[id] and 's' or 'q'), row[1], id) end
   end
 end

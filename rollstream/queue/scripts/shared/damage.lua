@@ -12,22 +12,10 @@ local function walk_to(gid)
   if call('HEXISTS', K .. 'vanished', gid) == 0 then begin_walk() end
 end
 
--- A member of the group was met, so nobody had it in hand. One that is known already is taken out by the walk under way.
+-- A member of the group was met, so nobody had it in hand. One that is known already is taken out
+-- by the walk under way.
 local function met_vanished(gid)
   local set = gid and is_evaluation(gid) and 'ge' or 'gs'
   if not gid or call('SISMEMBER', K .. set, gid) == 0 then return end -- written by somebody else
   if call('HSETNX', K .. 'vanished', gid, 'open') == 1 then begin_walk() end
-end
-
--- Values of a group's fields; none where its hash is gone, or its key is another program's.
-local function group_values(g, ...)
-  local values = redis.pcall('HMGET', g, ...)
-  return values.err and {} or values
-end
-
--- The same by name.
-local function read_group(g, ...)
-  local values, row = group_values(g, ...), {}
-  for j, name in ipairs({...}) do row[name] = values[j] end
-  return row
 end

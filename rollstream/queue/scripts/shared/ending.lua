@@ -1,5 +1,5 @@
 -- ending: a group ends as acked or dropped, and nothing of it is left.
--- uses: wake frontier damage types
+-- uses: wake frontier groups damage types
 local CHUNK = 512       -- Lua unpacks at most some thousands of values
 local PAST_LENGTH = 1000
 local PAST_MEMBERS = 8  -- members whose header and error a drop's record keeps
@@ -91,6 +91,7 @@ end
 
 -- What a group is taken out of, and where that is counted.
 local PLACES = ' q s d l full ready age dl c vanished'
+local are_places_ours = false
 
 -- Takes a live group from everywhere that refers to it, but for the set of live groups.
 local function take_out_group(gid, g, row, no_traces)
@@ -119,7 +120,10 @@ end
 -- come again; `no_traces`: its hash vanished, and what was left of it is taken out.
 local function end_group(gid, outcome, reason, detail, keep_id, no_traces)
   local evaluation = is_evaluation(gid)
-  check_types('cur past room' .. PLACES)
+  if not are_places_ours then
+    check_types('cur past room' .. PLACES)
+    are_places_ours = true
+  end
   if call('SREM', K .. (evaluation and 'ge' or 'gs'), gid) == 0 then return false end
   local g = group_key(gid)
   local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'why')

@@ -1,5 +1,5 @@
 -- member: how a member fails for good, and how a group becomes full.
--- uses: damage types
+-- uses: groups damage types
 
 local function group_full(gid, g)
   local row = call('HMGET', g, 'n', 'bytes')
