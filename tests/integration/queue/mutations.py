@@ -1,8 +1,10 @@
 """Does anything notice a broken script? Every mutation against the walk, then the unit tests.
 
-Owns the list of mutations and the tool that runs it; `python -m tests.integration.queue.mutations
-[--json] [--walks N] [--steps N] [--only WORD] [--part K/N]` prints which of them survive. Invariant: a mutation
-that nothing can notice says in the list why it changes nothing.
+Owns the tool that runs the list (`mutation_list`) and prints which of it survives. Invariant: a
+mutation that nothing can notice says in the list why it changes nothing.
+
+    python -m tests.integration.queue.mutations [--json] [--walks N] [--steps N] [--only WORD]
+        [--part K/N] [--no-units]
 """
 
 from __future__ import annotations
