@@ -1,0 +1,187 @@
+"""Evaluation groups: first in the queue, beyond capacity, and apart from the training identity."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollstream.errors import DropReason, MemberReason, Report
+from rollstream.queue import calls
+from rollstream.queue.keys import EVALUATION_PRIORITY
+from tests.queue_bench import Bench, fake_bench
+
+E = "e:gsm8k:0"
+
+
+def _ids(bench: Bench, worker: str = "w", limit: int = 256) -> list[str]:
+    return [f"{lease.group_index}.{lease.member}" for lease in bench.lease(worker, limit)]
+
+
+def _training_counts(bench: Bench) -> dict[str, int]:
+    return {name: n for name, n in bench.counters().items() if not name.startswith("e.")}
+
+
+def test_an_evaluation_comes_before_training_that_waited_longer(bench: Bench) -> None:
+    bench.enqueue(0, n=1)
+    bench.enqueue(1, n=1, priority=0)
+    assert bench.enqueue(E, n=2) == ["new"]
+    bench.enqueue("e:gsm8k:1", n=1)
+    assert _ids(bench) == [f"{E}.0", f"{E}.1", "e:gsm8k:1.0", "0.0", "1.0"]
+
+
+def test_the_priority_of_evaluations_is_below_every_row_s() -> None:
+    assert EVALUATION_PRIORITY < 0
+    assert calls.enqueue(E, 1, b"").args[2] == EVALUATION_PRIORITY
+    assert calls.enqueue(3, 1, b"").args[2] == 0
+    assert calls.enqueue(E, 1, b"", priority=2).args[2] == 2
+
+
+def test_a_group_of_no_members_is_refused() -> None:
+    with pytest.raises(ValueError, match="n = 0"):
+        calls.enqueue(0, 0, b"")
+
+
+def test_an_evaluation_that_comes_back_is_before_training_again(bench: Bench) -> None:
+    bench.enqueue(0, n=1)
+    bench.enqueue(E, n=4)
+    back, delayed, retried, expired = bench.lease("dead", 4)
+    bench.fail(back, Report.BACK, MemberReason.SHUTDOWN)
+    bench.fail(retried, Report.RETRY)
+    bench.fail(delayed, Report.BACK, MemberReason.SHUTDOWN, delay_s=20)
+    assert expired.member == 3
+    bench.advance(20_001)
+    assert _ids(bench) == [f"{E}.0", f"{E}.1", f"{E}.2", f"{E}.3", "0.0"]
+
+
+def _suspects(bench: Bench, *groups: str) -> None:
+    """Let the members of groups crash twice."""
+    bench.enqueue(*(int(g) if g.isdigit() else g for g in groups), n=1)
+    for crash in range(2):
+        bench.lease(f"dead{crash}")
+        bench.advance(15_001)
+    assert {bench.where(group, 0) for group in groups} == {"s"}
+
+
+def test_a_suspect_evaluation_comes_before_suspects_of_training(bench: Bench) -> None:
+    _suspects(bench, "0", "1", E)
+    assert _ids(bench, limit=1) == [f"{E}.0"]
+
+
+def test_an_evaluation_comes_before_suspects_of_training(bench: Bench) -> None:
+    _suspects(bench, "0", "1")
+    bench.enqueue(E, n=2)
+    bench.enqueue(2, n=2)
+    assert _ids(bench, limit=2) == [f"{E}.0", f"{E}.1"]
+    assert _ids(bench, limit=3) == ["0.0", "1.0", "2.0"]
+
+
+def test_evaluations_leave_the_rest_of_a_lease_to_suspects_of_training(bench: Bench) -> None:
+    _suspects(bench, "0", "1")
+    bench.enqueue(E, n=2)
+    assert set(_ids(bench, limit=3)) == {f"{E}.0", f"{E}.1", "0.0"}
+
+
+def test_lease_rings_for_what_suspects_left_waiting(bench: Bench) -> None:
+    _suspects(bench, "0", "1")
+    bench.enqueue(2)
+    while bench.queue.wait_bell(0.01):
+        pass
+    assert _ids(bench, limit=2) == ["0.0", "1.0"]
+    assert bench.queue.wait_bell(0.01)
+
+
+def test_evaluations_need_no_capacity_and_take_none() -> None:
+    bench = fake_bench(cap=1)
+    assert bench.enqueue(0, E, "e:gsm8k:1", 1) == ["new", "new", "new", "full"]
+    bench.call(calls.withdraw("0"))
+    assert bench.enqueue(1) == ["new"]
+    bench.audit()
+
+
+@pytest.mark.parametrize("state", ["queued", "open", "full", "ready", "delivered"])
+@pytest.mark.parametrize("end", ["ack", "withdraw", "verdict", "abort", "deliver stale", "requeue"])
+def test_the_end_of_an_evaluation_is_counted_apart(state: str, end: str) -> None:
+    bench = fake_bench(max_stale=0)
+    bench.connect()
+    bench.ready(1)
+    bench.deliver(1)
+    _bring(bench, state)
+    before = _training_counts(bench)
+    delivered = bench.m("delivered")
+    assert delivered == "1"
+    ended = _end(bench, end, state)
+    after = _training_counts(bench)
+    if end == "abort":
+        assert after.pop("dropped:run_aborted") == 1
+    else:
+        assert bench.m("delivered") == delivered
+    assert after == before
+    assert bench.terminal() == set()
+    counts = {name: n for name, n in bench.counters().items() if name.startswith("e.")}
+    assert counts == {"e.enqueued": 1} | ({f"e.{ended}": 1} if ended else {})
+    assert (bench.state(E) is None) == (bool(ended) and ended != "requeued")
+    bench.audit()
+
+
+def _bring(bench: Bench, state: str) -> None:
+    bench.enqueue(E)
+    if state == "queued":
+        return
+    leases = bench.lease(limit=1 if state == "open" else 9)
+    if state == "open":
+        return
+    bench.complete(leases)
+    if state == "full":
+        return
+    (entry,) = bench.queue.read_full("a", count=9, block_s=0)
+    assert bench.judge(entry) == "ready"
+    if state == "delivered":
+        assert bench.call(calls.deliver("trainer", [E])) == ["ok"]
+
+
+def _end(bench: Bench, end: str, state: str) -> str:
+    """Try to end the evaluation; return the counter that says so, if it ended."""
+    if end == "ack":
+        assert bench.call(calls.ack("trainer", [E])) == ["acked"]
+        return "acked"
+    if end == "withdraw":
+        answer = bench.call(calls.withdraw(E))
+        assert answer == ("held" if state == "delivered" else "dropped")
+        return "" if state == "delivered" else "dropped:withdrawn"
+    if end == "verdict":
+        entries = bench.queue.read_full("a", count=9, block_s=0)
+        drops = [bench.judge(entry, DropReason.ZERO_STD) for entry in entries]
+        assert drops == (["dropped"] if state == "full" else [])
+        return "dropped:zero_std" if drops else ""
+    if end == "abort":
+        bench.call(calls.abort_run())
+        bench.sweep()
+        return "dropped:run_aborted"
+    if end == "requeue":
+        assert bench.call(calls.requeue(E, 0)) == "requeued"
+        return "requeued"
+    bench.call(calls.set_version(3))
+    assert bench.sweep().evicted == 0, "an evaluation is never stale while it runs"
+    stale = bench.call(calls.deliver("trainer", [E])) == ["stale"]
+    assert stale == (state in ("ready", "delivered"))
+    return "dropped:stale" if stale else ""
+
+
+def test_a_deadline_ends_members_of_an_evaluation_like_any_other(bench: Bench) -> None:
+    bench.enqueue(E, timeout_ms=1000)
+    bench.lease(limit=1)
+    bench.advance(1001)
+    assert bench.state(E) == "full"
+    assert bench.queue.groups([(E, 2)])[0].why == "deadline"
+    bench.audit()
+
+
+def test_an_evaluation_in_the_trainer_s_hands_keeps_no_training_run_from_its_end(
+    bench: Bench,
+) -> None:
+    """The trainer counts live groups less those that it holds."""
+    bench.connect()
+    _bring(bench, "delivered")
+    bench.enqueue(0)
+    info, depths = bench.queue.info(), bench.queue.depths()
+    assert info is not None
+    assert (info.delivered, depths["live"]) == (0, 1)
