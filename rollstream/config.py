@@ -345,6 +345,8 @@ def _dotted(text: str) -> KeyPath:
 
 # --- starting a process --------------------------------------------------------------------------
 EXIT_OTHER, EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_MISMATCH, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_STALLED = 5
+"""Of a process that cannot go on: its loop stood still, or threads or memory are used up."""
 log = logging.getLogger("rollstream")
 
 
@@ -392,13 +394,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     # By class name along the inheritance, so that an app without redis need not import it.
     names = {f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(error).__mro__}
     text = str(error) or type(error).__name__
-    own = getattr(error, "exit_code", None)
-    if isinstance(own, int):
+    own = _own_code(error)
+    if own is not None:
         return own, text
-    if isinstance(error, ConfigError):
-        return EXIT_CONFIG, text
-    if isinstance(error, RunMismatch):
-        return EXIT_MISMATCH, text
     if "redis.AuthenticationError" in names:
         return EXIT_CONFIG, f"Redis refused the user or password of redis.url: {text}"
     if "redis.NoPermissionError" in names:
@@ -414,6 +412,19 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     if isinstance(error, ConnectionError | TimeoutError):
         return EXIT_UNREACHABLE, text
     return EXIT_OTHER, text
+
+
+def _own_code(error: BaseException) -> int | None:
+    """Return the exit code that a kind of error has by itself."""
+    for kind, code in (
+        (ConfigError, EXIT_CONFIG),
+        (RunMismatch, EXIT_MISMATCH),
+        (MemoryError, EXIT_STALLED),
+    ):
+        if isinstance(error, kind):
+            return code
+    own = getattr(error, "exit_code", None)
+    return own if isinstance(own, int) else None
 
 
 _FOREIGN = (

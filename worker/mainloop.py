@@ -18,6 +18,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
+from rollstream.config import EXIT_STALLED
+
 CLOSE_S = 1.0
 """How long tasks and threads that are left over have to end."""
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -79,14 +81,24 @@ async def _wind_up(left: set[asyncio.Task[Any]]) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process; where threads would be waited for without end, at once."""
+    """End the process; at once where threads would be waited for without end.
+
+    One that is used up is not taken apart either: without memory that fails, and hides the code.
+    """
+    if code == EXIT_STALLED:
+        _leave_at_once(code)
     main = threading.main_thread()
     for thread in threading.enumerate():
         if thread is not main and not thread.daemon:
             thread.join(CLOSE_S)
             if thread.is_alive():
-                logging.shutdown()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+                _leave_at_once(code)
     sys.exit(code)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    with contextlib.suppress(MemoryError):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -31,10 +31,9 @@ from typing import IO
 
 import structlog
 
+from rollstream.config import EXIT_STALLED
 from rollstream.errors import RollstreamError
 
-EXIT_STALLED = 5
-"""Of a process that cannot go on: its loop stood still, or threads or memory are used up."""
 TICK_S = 0.25
 MAX_FRAMES = 8
 SAY_S = 2.0

@@ -92,14 +92,15 @@ async def a_fleet(
 ) -> AsyncIterator[Fleet]:
     """Run a fleet; its workers are ready."""
     fleet = Fleet(folder, count, options, **how)
+    supervising: asyncio.Task[None] | None = None
     try:
         await fleet.ready()
         supervising = asyncio.create_task(fleet.supervise())
         yield fleet
-        supervising.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await supervising
     finally:
+        if supervising is not None:
+            supervising.cancel()
+            await asyncio.wait((supervising,))
         fleet.kill()
 
 

@@ -35,13 +35,19 @@ async def generate(given: GenerateInput) -> GenerateOutput:
     if sample.member in asked.get("members", ()):
         await _do(asked)
     await asyncio.sleep(float(asked.get("takes_s", MOMENT_S)))
-    return GenerateOutput(answer(given, reward=float(sample.member)))
+    return GenerateOutput(answer(given, reward=None))
 
 
 async def reward(sample: Sample) -> float:
-    """Keep the reward that generate gave."""
-    assert isinstance(sample.reward, float)
-    return sample.reward
+    """Score a sample: members of a group differ."""
+    return float(sample.member)
+
+
+def hanging_reward(sample: Sample) -> float:
+    """Hold a thread for ever, but for the rows that say otherwise."""
+    if "hang" in sample.metadata:
+        time.sleep(3600)
+    return float(sample.member)
 
 
 async def _do(asked: dict[str, Any]) -> None:

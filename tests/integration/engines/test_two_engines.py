@@ -1,4 +1,4 @@
-"""Case I 117: the engine that serves a turn is killed in the middle; a survivor answers it whole."""
+"""Case I 117: the engine that serves a turn is killed in mid-reply; a survivor answers it."""
 
 from __future__ import annotations
 

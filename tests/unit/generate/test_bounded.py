@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from worker.bounded import Exited, LeakedCancel, Overdue, Threads, run_bounded
+from worker.bounded import Exited, LeakedCancel, Overdue, Threads, in_thread, run_bounded
 
 
 async def an_async(value: Any) -> Any:
@@ -148,6 +149,37 @@ async def test_hung_threads_leave_room_up_to_the_limit_and_are_reused_after() ->
     release.set()
     assert await asyncio.wait_for(waiting, 5) == "third"
     assert await asyncio.gather(*stuck) == [True, True]
+
+
+async def test_a_thread_that_nobody_waits_for_counts_as_hung_until_it_returns() -> None:
+    threads, release = Threads(limit=3), threading.Event()
+
+    def stuck() -> None:
+        release.wait()
+
+    given_up, waited_for = threads.submit(stuck), threads.submit(stuck)
+    while threads.num_running < 2:
+        await asyncio.sleep(0.001)
+    given_up.cancel()
+    await asyncio.sleep(0)
+    assert (threads.num_hung, len(threads.hung_functions())) == (1, 1)
+    assert "stuck" in threads.hung_functions()[0]
+    release.set()
+    await waited_for
+    while threads.num_hung:
+        await asyncio.sleep(0.001)
+    assert threads.hung_functions() == []
+
+
+async def test_own_work_goes_on_although_user_code_holds_every_thread_of_the_loop() -> None:
+    release = threading.Event()
+    executor_threads = min(32, (os.cpu_count() or 1) + 4)
+    held = [asyncio.create_task(asyncio.to_thread(release.wait)) for _ in range(executor_threads)]
+    try:
+        assert await asyncio.wait_for(in_thread(lambda: "done"), 5) == "done"
+    finally:
+        release.set()
+        await asyncio.gather(*held)
 
 
 async def test_threads_are_daemons_so_that_a_hung_one_cannot_hold_the_process() -> None:
