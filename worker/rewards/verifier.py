@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,8 @@ from .judges import JUDGES, QUEUE, failure, inbox_key, judge, warm
 PROG = "python -m worker.rewards.verifier"
 INBOX_TTL_S = 600
 MAX_TIMEOUT_S = 600.0
+MAX_JOB_BYTES = 64 << 20
+"""Of a job's record, inflated; RQ itself inflates whatever it finds."""
 _SOCKET_TIMEOUT_S = 5.0
 _MAX_BACKOFF_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -84,6 +87,11 @@ class JudgeJob(Job):  # type: ignore[misc]  # rq has no types
         return functools.partial(run_judge, self.inboxes, name)
 
     success_callback = failure_callback = stopped_callback = None
+
+    def restore(self, raw_data: Any) -> None:
+        """Read the record; what would inflate to more than a job can be is not inflated."""
+        bounded = {name: _unless_bomb(value) for name, value in dict(raw_data).items()}
+        super().restore(bounded)
 
     def send_webhooks(self, *_args: Any, **_kwargs: Any) -> None:
         """Send nothing."""
@@ -162,6 +170,15 @@ class Verifier(Worker):  # type: ignore[misc]  # rq has no types
             JudgeJob.inboxes.push(str(given["run"]), str(given["inbox"]), message)
         except (redis.RedisError, KeyError, ValueError) as error:
             log.error("judgement_not_told", error=str(error))
+
+
+def _unless_bomb(value: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    try:
+        inflate.decompress(value, MAX_JOB_BYTES)
+    except zlib.error:
+        return value  # not compressed
+    return b"" if inflate.unconsumed_tail else value
 
 
 def _arguments_of(job: Any) -> dict[str, Any]:

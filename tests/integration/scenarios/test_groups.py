@@ -173,6 +173,7 @@ async def test_an_infrastructure_fault_of_one_sample_neither_drops_its_group_nor
 
 # --- 5: rq/rq#1164 -------------------------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.timeout(60)
 async def test_no_lease_is_older_than_a_lease_and_a_beat_after_its_container_was_killed(
     valkey_url: str, run_name: str, sim: Sim, vocabulary: Path, tmp_path: Path
 ) -> None:

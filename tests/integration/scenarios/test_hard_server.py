@@ -164,6 +164,7 @@ async def test_a_server_that_stands_still_for_several_leases_charges_nobody(run_
 
 # --- 24: celery/celery#5935, #3430 ---------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.timeout(60)
 async def test_a_rollout_of_many_leases_is_one_attempt_although_redis_restarts_in_its_middle(
     run_name: str,
 ) -> None:

@@ -209,6 +209,8 @@ def port_of(run: Backstage) -> int:
 
 
 # --- the verifier --------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.timeout(60)
 def test_verifier_refuses_hostile_jobs_and_judges_the_others(
     payloads: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -222,6 +224,7 @@ def test_verifier_refuses_hostile_jobs_and_judges_the_others(
             )
         try:
             wait_until(lambda: b"verifier_ready" in log.read_bytes(), 15)
+            before = peak_bytes(process.pid)
             for number, payload in enumerate(payloads.values()):
                 job = f"hostile-{number}"
                 client.hset(
@@ -245,7 +248,15 @@ def test_verifier_refuses_hostile_jobs_and_judges_the_others(
             answer = client.blpop(["rs:{r}:r:i"], 8)
             assert answer is not None, log.read_text()[-2000:]
             assert process.poll() is None
+            assert peak_bytes(process.pid) - before < INFLATED
             assert "quitting" not in log.read_text()  # RQ's word for a worker that gives up
         finally:
             process.kill()
             process.wait()
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -98,6 +98,7 @@ def train(url: str, trained: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("vandal", VANDALS)
 async def test_every_group_is_trained_once_and_whole_although_somebody_may(
     vandal: Vandal, tmp_path: Path
