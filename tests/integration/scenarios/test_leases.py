@@ -242,3 +242,35 @@ def test_evaluations_run_before_all_training_and_training_by_priority_then_age(
     bench.enqueue(4, n=1)
     order = [bench.lease(limit=1)[0].group_index for _ in range(7)]
     assert order == ["e:math:1", "e:math:1", "1", "2", "4", "0", "3"]
+
+
+# --- 8: rq/rq#597 --------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_hundred_thousand_expired_leases_are_swept_in_pages_while_others_are_answered(
+    valkey_url: str, run_name: str
+) -> None:
+    """Cleaning up a million entries blocked the worker. (How long a page takes: benchmarks.)"""
+    leases = 100_000
+    with redis.Redis.from_url(valkey_url, protocol=2) as client:
+        bench = Bench(client, run_name, cap=leases)
+        for first in range(0, leases // 8, 500):
+            ids = range(first, first + 500)
+            bench.queue.call_many([calls.enqueue(gid, 8, b"p") for gid in ids])
+        while bench.lease():
+            pass
+        assert bench.queue.depths()["l"] == leases
+        for _ in range(3):  # a lease, by less than half a lease a call
+            bench.set_clock(bench.now_ms + 7_000)
+            page = bench.call(calls.sweep())
+        expired, num_calls = page.expired, 1
+        while page.more:
+            page = bench.call(calls.sweep())
+            assert page.expired <= 64
+            expired, num_calls = expired + page.expired, num_calls + 1
+            if num_calls % 100 == 0:  # somebody else's call comes in between
+                assert bench.call(calls.beat("another", [])).state == "running"
+        assert expired == leases
+        assert num_calls <= leases // 64 + 2
+        assert bench.queue.depths()["q"] == leases
+        assert bench.counters()["crashes"] == leases
