@@ -138,7 +138,7 @@ async def test_groups_read_together_with_one_that_ends_aggregators_are_all_kept(
             await asyncio.Event().wait()  # until its aggregator dies
         return Keep()
 
-    options: dict[str, Any] = {"filters": (a_filter(never),), "claim_idle_s": 0.2}
+    options: dict[str, Any] = {"filters": (a_filter(never),), "claim_idle_s": 0.6}
     await full(run, 5, **options)
     # The first one dies with all of them in hand.
     assert len(await run.queue.read_full(CONSUMER, count=10, block_s=0)) == 5
@@ -232,12 +232,12 @@ async def test_a_slow_filter_keeps_its_groups_from_being_taken_over(run: Run) ->
         await release.wait()
         return Keep()
 
-    options: dict[str, Any] = {"filters": (a_filter(slow),), "claim_idle_s": 0.3}
+    options: dict[str, Any] = {"filters": (a_filter(slow),), "claim_idle_s": 0.8}
     first = await full(run, 3, **options)
     second = run.worker(**options)
     tasks = [asyncio.create_task(p.aggregator.run()) for p in (first, second)]
     await wait_until(lambda: len(judged) == 3)
-    await asyncio.sleep(1.2)  # four idle times
+    await asyncio.sleep(2.0)  # more than two idle times
     release.set()
     await run.ready(3)
     for task in tasks:

@@ -13,7 +13,7 @@ from worker.types import GenerateInput, GenerateOutput
 
 from .parts import Gate, Run, a_run, wait_until
 
-LEASE_MS, DEADLINE_MS = 400, 700
+LEASE_MS, DEADLINE_MS = 1000, 1000
 
 
 async def clock_ms(run: Run) -> int:
