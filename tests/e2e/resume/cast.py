@@ -55,16 +55,6 @@ def assemble(options: Options, redis_url: str, folder: Path) -> Cast:
     config.write_text(to_toml(_tables(options, redis_url, rows, f"http://127.0.0.1:{port}")))
     told = ("--config", str(config))
 
-    def worker(number: int) -> Child:
-        metrics = free_port()
-        return _child(
-            folder,
-            f"worker-{number}",
-            "worker",
-            *(*told, "--telemetry.metrics_port", str(metrics)),
-            ready_url=f"http://127.0.0.1:{metrics}/readyz",
-        )
-
     return Cast(
         sim=_child(
             folder,
@@ -75,7 +65,10 @@ def assemble(options: Options, redis_url: str, folder: Path) -> Cast:
             ready_url=f"http://127.0.0.1:{port}/model_info",
         ),
         producer=_child(folder, "producer", "producer", *told),
-        workers=[worker(number + 1) for number in range(options.workers)],
+        workers=[
+            _child(folder, f"worker-{number}", "worker", *told)
+            for number in range(1, options.workers + 1)
+        ],
     )
 
 
@@ -114,7 +107,8 @@ def _tables(options: Options, url: str, rows: Path, engine: str) -> dict[str, di
         },
         "reward": {"kind": "none"},
         "aggregator": {"filters": []},
-        "telemetry": {"metrics_host": "127.0.0.1"},
+        # Any port: one that was free a moment ago may be another program's by now.
+        "telemetry": {"metrics_host": "127.0.0.1", "metrics_port": 0},
     }
 
 

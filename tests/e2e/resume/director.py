@@ -28,6 +28,8 @@ from tests.e2e.resume.trainer import EXIT_STREAM, EXIT_TAKEN
 
 TICK_S = 0.03
 READY_S = 30.0
+WORKER_READY = "worker_ready"
+"""What a worker logs once it leases."""
 CALM_LIMIT_S = 120.0
 """How long the end may take once nothing is killed any more."""
 ZOMBIE_LIMIT_S = 60.0
@@ -124,8 +126,13 @@ class Director:
         cast = self._cast
         for child in (cast.sim, cast.producer, *cast.workers):
             child.start()
-        for child in (cast.sim, *cast.workers):
-            child.wait_ready(READY_S)
+        cast.sim.wait_ready(READY_S)
+        limit = time.monotonic() + READY_S
+        for worker in cast.workers:
+            while WORKER_READY not in worker.log.read_text():
+                if not worker.running or time.monotonic() > limit:
+                    raise worker.failure()
+                time.sleep(TICK_S)
 
     def _is_over(self) -> bool:
         """Whether training ended with nothing left to break, and every zombie was heard."""
