@@ -138,6 +138,9 @@ def _take_suspects(
     mine = [i for i in sight.z["l"] if i.rsplit(":", 1)[1].split("-")[0] == worker]
     crashes = [sight.crashes(*lease_id.rsplit(":", 2)[:2]) for lease_id in mine]
     held = [x for x in crashes if x >= SUSPECT_CRASHES]
+    # Until a vanished group is ended, nobody knows better than what was noted when it was leased.
+    noted = set(sight.ws.get(worker, "").split()) & set(sight.z["l"])
+    held += [SUSPECT_CRASHES for x in noted if x.rsplit(":", 2)[0] in sight.dangling]
     ids: list[str] = []
     alone = any(x >= ALONE_CRASHES for x in held)
     for name in _in_order(s):

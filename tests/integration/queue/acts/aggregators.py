@@ -42,9 +42,16 @@ class AggregatorActs(WalkState):
     def verdict(self) -> None:
         aggregator = self.rng.choice(self.aggregators)
         if self.seen_entries and self.chance(0.2):
-            self.judge_entry(self.rng.choice(self.seen_entries))
+            again = [entry for entry in self.seen_entries if self._is_full_again(entry)]
+            self.judge_entry(self.rng.choice(again or self.seen_entries))
         elif aggregator.in_hand:
             self.judge_entry(aggregator.in_hand.pop(0))
+
+    def _is_full_again(self, entry: StreamEntry) -> bool:
+        """Whether the entry is of an earlier life of a group that is full now."""
+        group = self.sight.groups.get(entry.group_index)
+        full = group is not None and group.state == "full"
+        return full and group is not None and group.text("full_id") != entry.message_id
 
     def judge_entry(self, entry: StreamEntry, *, keep: bool | None = None) -> None:
         keep = self.chance(0.85) if keep is None else keep

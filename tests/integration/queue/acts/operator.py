@@ -25,7 +25,8 @@ class OperatorActs(ServerActs):
 
     def requeue(self) -> None:
         """Under the life it has, or by somebody who saw an older one."""
-        gid = self._some_group()
+        full = sorted(gid for gid, g in self.sight.groups.items() if g.state == "full")
+        gid = self.rng.choice(full) if full and self.chance(0.4) else self._some_group()
         group = self.sight.groups.get(gid)
         life = 0 if group is None or self.chance(0.2) else int(group.life)
         state = group.state if group else "gone"
