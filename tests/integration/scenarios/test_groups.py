@@ -40,7 +40,7 @@ def train(url: str, run: str, groups: int, *, batches: int | None = None) -> lis
     """Train until the run is over, or for so many batches."""
     found: list[FinishedGroup] = []
     with GroupStream.connect(url, run=run, connect_timeout_s=5) as stream:
-        while (batch := stream.next_batch(groups, 15)) is not None:
+        while (batch := stream.next_batch(groups, 40)) is not None:
             found += batch.groups
             batch.ack()
             if batches is not None and (batches := batches - 1) == 0:
@@ -60,6 +60,7 @@ async def generate(given):
 """
 
 
+@pytest.mark.timeout(60)
 async def test_case_111_a_group_whose_worker_is_killed_half_way_arrives_whole_and_once(
     valkey_url: str, run_name: str, sim: Sim, vocabulary: Path, tmp_path: Path
 ) -> None:
@@ -81,7 +82,7 @@ async def test_case_111_a_group_whose_worker_is_killed_half_way_arrives_whole_an
             return await left() == 2
 
         with workers(tmp_path, 1, options) as (first,):
-            await wait_until(half)
+            await wait_until(half, timeout_s=40)
             first.process.send_signal(signal.SIGKILL)
         (before,) = await run.queue.groups([("42", 4)])
         run.worker().start()
@@ -207,7 +208,7 @@ async def test_no_lease_is_older_than_a_lease_and_a_beat_after_its_container_was
             return 0.0 if swept.grace else max(late, default=0.0)
 
         with workers(tmp_path, 1, options) as (one,):
-            await wait_until(all_leased)
+            await wait_until(all_leased, timeout_s=40)
             one.process.kill()
             while await leases():
                 assert await overdue_ms() <= beat_ms
@@ -218,6 +219,7 @@ async def test_no_lease_is_older_than_a_lease_and_a_beat_after_its_container_was
 
 
 # --- 28: celery/celery#2219, #9674, #1700 --------------------------------------------------------
+@pytest.mark.timeout(60)
 async def test_a_producer_killed_between_groups_and_a_poison_member_hang_nobody(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:
@@ -234,14 +236,14 @@ async def test_a_producer_killed_between_groups_and_a_poison_member_hang_nobody(
     run = Run(Queue.connect(valkey_url, run_name), valkey_url)
     async with contextlib.aclosing(run):
         with started(valkey_url, run_name, path, *producing) as process:
-            await wait_until(lambda: at_least(run, "enqueued", 4))
+            await wait_until(lambda: at_least(run, "enqueued", 4), timeout_s=40)
             process.kill()
         await run.audit()  # a group is whole, or was never there
         run.worker(generate=generate).start()
         trained: list[int] = []
 
         def go_on(stream: GroupStream) -> None:
-            for batch in stream.batches(groups=2, timeout_s=15):
+            for batch in stream.batches(groups=2, timeout_s=40):
                 trained.extend(batch.group_indexes)
                 batch.ack()
 
@@ -250,7 +252,7 @@ async def test_a_producer_killed_between_groups_and_a_poison_member_hang_nobody(
                 await asyncio.to_thread(go_on, stream)
             assert len(trained) == 2
             with started(valkey_url, run_name, path, *producing):
-                await wait_until(lambda: a_producer_lives(run))
+                await wait_until(lambda: a_producer_lives(run), timeout_s=40)
                 await asyncio.to_thread(go_on, stream)
         assert sorted(trained) == [g for g in range(rows) if g != poisoned]
         assert await run.drops() == {DropReason.SHORT_GROUP: 1}
