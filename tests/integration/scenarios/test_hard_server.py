@@ -63,6 +63,7 @@ async def produce(run: Run) -> None:
         prompt = encode_prompt(a_prompt(gid, 2))
         while True:
             try:
+                await run.queue.call(calls.present("producer", "p"))
                 answer = await run.queue.call(calls.enqueue(gid, 2, prompt))
             except redis.ConnectionError:
                 await asyncio.sleep(0.01)
