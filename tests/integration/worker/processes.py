@@ -42,7 +42,7 @@ def wait_for_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     Raises:
         AssertionError: the process ended, or did not answer in time.
     """
-    limit = time.monotonic() + 18
+    limit = time.monotonic() + 45
     while time.monotonic() < limit:
         assert process.poll() is None, log.read_text()
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:

@@ -18,6 +18,8 @@ from .processes import Sim, workers
 N = 4
 USER = [{"role": "user", "content": "What is 1+7?"}]
 Options = Callable[..., dict[str, str]]
+# A worker starts in two seconds; where the machine does much else, in many more.
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
