@@ -236,7 +236,11 @@ class Lineage:
 
     def _read_server_id(self) -> str:
         try:
-            return str(self._queue.client.info("server")["run_id"])
+            run_id = str(self._queue.client.info("server")["run_id"])
         except NoPermissionError:
             # INFO is @dangerous to some ACLs; the connect number still tells most rollbacks.
-            return ""
+            run_id = ""
+        # A failover there and back between two looks ends at the same server, which was not told
+        # what the other one was.
+        route = self._queue.route
+        return run_id if route is None else f"{run_id}@{route.generation}"

@@ -121,6 +121,12 @@ class Sentinel:
             and found["flags"] == "master"
         )
 
+    def names(self, port: int) -> bool:
+        """Whether it says that the master is there."""
+        with told(self.port) as client:
+            found = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", MASTER)
+        return int(found[1]) == port
+
     def kill(self) -> None:
         """End it at once."""
         self.process.kill()
@@ -182,9 +188,11 @@ class Watched:
         wait_until(lambda: all(one.knows(self._num, 1) for one in self.sentinels), 15)
 
     def wait_failed_over(self, before: DevServer) -> DevServer:
-        """Wait for another master than `before`, and return it."""
+        """Wait for another master than `before`, which all sentinels name, and return it."""
         (other,) = (server for server in self.servers if server is not before)
         wait_until(lambda: role_of(other) == "master", 15.0)
+        # Until then one of them sends clients to the old one, which may be back by then.
+        wait_until(lambda: all(one.names(other.port) for one in self.sentinels), 15.0)
         return other
 
     def __exit__(self, *_: object) -> None:

@@ -75,10 +75,12 @@ class Trainer(threading.Thread):
         self._url, self._run_name = url, run
         self.trained: list[int] = []
         self.errors: list[Exception] = []
+        self.is_connected = threading.Event()
 
     def run(self) -> None:
         try:
             with GroupStream.connect(self._url, run=self._run_name) as stream:
+                self.is_connected.set()
                 for batch in stream.batches(groups=2, timeout_s=150):
                     batch.ack()
                     self.trained += batch.group_indexes
@@ -137,7 +139,7 @@ def test_sixty_seconds_without_redis_in_the_middle_of_longer_samples_cost_nothin
         trainer = Trainer(server.url, run_name)
         trainer.start()
         queue = backstage.queue
-        wait_until(lambda: (info := queue.info()) is not None and info.connects, 15)
+        assert trainer.is_connected.wait(15)
         wait_until(lambda: queue.depths()["l"] == 8, 15)
         server.kill()
         time.sleep(OUTAGE_S)
