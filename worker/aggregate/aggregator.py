@@ -141,7 +141,8 @@ class Aggregator:
         while True:
             await asyncio.sleep(max(self.idle_s / KEEPS_AN_IDLE, SLOW_S))
             kept = sorted(self._in_hand)
-            await self._link.answered(functools.partial(self._queue.keep_full, CONSUMER, kept))
+            if kept:  # else nothing is asked, and no answer says that Redis is back
+                await self._link.answered(functools.partial(self._queue.keep_full, CONSUMER, kept))
 
     async def _take_over(self) -> None:
         """Judge what a dead aggregator left.
