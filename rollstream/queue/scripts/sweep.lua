@@ -129,10 +129,8 @@ local function abort_groups()
     more = 1
     return end_groups(groups, 'run_aborted', '', true)
   end
-  if call('EXISTS', K .. 'vanished') == 0 then
-    call('HSET', M, 'state', 'ended')
-    announce('ended')
-  end
+  call('HSET', M, 'state', 'ended')
+  announce('ended')
   return 0
 end
 

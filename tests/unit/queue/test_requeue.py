@@ -80,6 +80,12 @@ def test_requeue_keeps_the_place_in_front_of_the_queue(bench: Bench) -> None:
     assert [lease.group_index for lease in bench.lease()] == ["0", "0", "1", "1", "2", "2"]
 
 
+def test_requeue_of_a_queued_group_passes_none_that_is_older(bench: Bench) -> None:
+    bench.enqueue(0, 1, 2)
+    _requeue(bench, 2)
+    assert [lease.group_index for lease in bench.lease()] == ["0", "0", "1", "1", "2", "2"]
+
+
 def test_requeue_fences_the_leases_of_the_old_life(bench: Bench) -> None:
     bench.enqueue(0)
     first = bench.call(calls.lease("w", 1, 9)).groups[0].members

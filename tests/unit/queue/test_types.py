@@ -121,3 +121,14 @@ def test_a_script_that_is_refused_has_changed_nothing(bench: Bench, name: str) -
             assert script in ("complete", "sweep") or _content(bench, key) == before, key
         bench.client.delete(bench.key + key)
         assert bench.call(calls.audit(deep=True)).problems == [], key
+
+
+def test_a_verdict_that_cannot_take_its_entry_away_writes_none(bench: Bench) -> None:
+    entry = bench.full(0)
+    bench.client.set(f"{bench.key}full", "another program's")
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        bench.judge(entry)
+    assert (bench.state(0), bench.client.xlen(f"{bench.key}ready")) == ("full", 0)
+    bench.client.delete(f"{bench.key}full")
+    bench.advance(7500)
+    bench.audit()
