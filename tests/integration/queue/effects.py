@@ -434,6 +434,9 @@ def _after_sweep(args: list[str], answer: Any, scene: Scene, after: Sight) -> No
     assert found == (clock, scene.now_ms, grace), "invariant 12: the clock after a sweep"
     for row in (row for _, row in after.drops):
         gid = row["g"].decode()
+        if row["detail"].decode() in VANISHED and gid.isdecimal():
+            assert int(after.m["epoch"]) > int(before.m["epoch"]), f"{gid} vanished: no new scan"
+            assert after.m["done"] == "0", f"{gid} vanished, and the producer stays done"
         if gid in before.groups:
             why, aborting = row["reason"], before.m["state"] == "aborting"
             stale = is_stale(before.groups[gid], before)

@@ -123,7 +123,7 @@ class WalkState:
         self.bench = WalkBench(
             client, f"walk-{seed}", scripts, lease_ms=LEASE_MS, cap=CAPACITY,
             W=self.rng.choice([8, 16]), max_attempts=self.rng.choice([1, 2, 3]), max_crashes=4,
-            max_requeues=2, max_stale=self.rng.choice([-1, 1, 2]), max_body=MAX_BODY,
+            max_requeues=2, max_stale=self.rng.choice([-1, 0, 1, 1, 2]), max_body=MAX_BODY,
         )  # fmt: skip
         self.client, self.key = client, self.bench.key
         self.judged = JudgedQueue(client, client, self.bench.queue.run, scripts)
@@ -165,6 +165,10 @@ class WalkState:
 
     def a_worker(self) -> Worker:
         return self.rng.choice(self.workers)
+
+    def a_busy_worker(self) -> Worker:
+        """One that has something to report, where there is one."""
+        return self.rng.choice([w for w in self.workers if w.held] or self.workers)
 
     def pass_ms(self, ms: int) -> None:
         self.bench.set_clock(self.bench.now_ms + ms)

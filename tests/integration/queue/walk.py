@@ -24,7 +24,6 @@ from rollstream.queue import calls
 from rollstream.queue.scripts import Script
 from tests.integration.queue.acts.aggregators import AggregatorActs
 from tests.integration.queue.acts.operator import OperatorActs
-from tests.integration.queue.acts.producer import ProducerActs
 from tests.integration.queue.acts.trainer import TrainerActs
 from tests.integration.queue.invariants import LEFT_AFTER_THE_END, check_drained
 from tests.integration.queue.model import SMALL_REBASE
@@ -39,21 +38,21 @@ ACTIONS: dict[str, float] = {
     "enqueue": 10, "enqueue_evaluation": 1, "producer_restarts": 2, "skip": 1, "presence": 1,
     "end_of_data": 2,
     "lease": 16, "lease_again": 3, "lease_old": 2, "beat": 12, "complete": 14, "zombie": 6,
-    "fail": 5, "park": 4, "worker_dies": 2, "worker_freezes": 1.5, "worker_thaws": 1.5,
-    "everybody_dies": 0.8, "worker_grabs": 1,
+    "fail": 8, "park": 6, "worker_dies": 2, "worker_freezes": 1.5, "worker_thaws": 1.5,
+    "everybody_dies": 1, "worker_grabs": 1,
     "pass_time": 16, "time_goes_by": 4, "outage": 1, "sweep": 5, "long_pause": 0.3,
     "deadline_passes": 0.4,
     "read_full": 10, "claim_full": 3, "verdict": 13, "aggregator_dies": 1,
-    "read_ready": 14, "ack": 8, "old_trainer_calls": 1, "retire": 1, "trainer_names_anything": 1,
-    "checkpoint": 4, "trainer_restarts": 0.7, "new_version": 1,
-    "withdraw": 1, "requeue": 1.5, "control": 3, "set_budget": 0.7, "group_vanishes": 0.4,
-    "snapshot": 2, "server_rolls_back": 0.7, "server_is_emptied": 0.25, "settle": 1,
+    "read_ready": 14, "ack": 6, "old_trainer_calls": 1, "retire": 1, "trainer_names_anything": 2,
+    "checkpoint": 4, "trainer_restarts": 1.5, "new_version": 2.5,
+    "withdraw": 2, "requeue": 2, "control": 3, "set_budget": 0.7, "group_vanishes": 0.8,
+    "snapshot": 2, "server_rolls_back": 1, "server_is_emptied": 0.25, "settle": 1,
     "memory_fills": 0.5, "memory_comes_back": 1,
 }  # fmt: skip
 """What may happen next, by weight."""
 
 
-class Walk(ProducerActs, AggregatorActs, TrainerActs, OperatorActs):
+class Walk(AggregatorActs, TrainerActs, OperatorActs):
     """One walk: `run(steps)` acts, checks, and ends."""
 
     def begin(self) -> None:
@@ -75,9 +74,10 @@ class Walk(ProducerActs, AggregatorActs, TrainerActs, OperatorActs):
         weights = [weight * self.rng.choice(MOODS) for weight in actions.values()]
         plan = self.rng.choices(list(actions), weights, k=steps)
         # Rare acts too happen once, where there are steps for that.
-        missing = [name for name in actions if name not in plan]
-        for place, name in zip(self.rng.sample(range(steps), steps), missing, strict=False):
-            plan[place] = name
+        for name in [name for name in actions if name not in plan]:
+            often = [j for j, other in enumerate(plan) if plan.count(other) > 1]
+            if often:
+                plan[self.rng.choice(often)] = name
         self.begin()
         for name in plan:
             self.step(name)
@@ -94,6 +94,20 @@ class Walk(ProducerActs, AggregatorActs, TrainerActs, OperatorActs):
             self.step("trainer_restarts")
             self.drain()
 
+    # --- acts that reach their point only together with another --------------------------------
+    def server_rolls_back(self) -> None:
+        """Ack what the server forgot, before anybody noticed that it did."""
+        super().server_rolls_back()
+        if self.trainer.held and self.chance(0.6):
+            self.ack()
+
+    def new_version(self) -> None:
+        """Hand out right behind a new version: what waits may be stale by now."""
+        super().new_version()
+        if self.chance(0.5):
+            self.read_ready()
+
+    # --- the end -------------------------------------------------------------------------------
     def drain(self) -> None:
         """Invariant 16: one healthy process of each kind finishes the run."""
         self.step("memory_comes_back")

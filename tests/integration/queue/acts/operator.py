@@ -26,7 +26,9 @@ class OperatorActs(ServerActs):
     def requeue(self) -> None:
         """Under the life it has, or by somebody who saw an older one."""
         full = sorted(gid for gid, g in self.sight.groups.items() if g.state == "full")
-        gid = self.rng.choice(full) if full and self.chance(0.4) else self._some_group()
+        begun = sorted(gid for gid, g in self.sight.groups.items() if g.life != "0")
+        choice = self.rng.choice([full, begun, sorted(map(str, self.trainer.held)), []])
+        gid = self.rng.choice(choice) if choice else self._some_group()
         group = self.sight.groups.get(gid)
         life = 0 if group is None or self.chance(0.2) else int(group.life)
         state = group.state if group else "gone"
@@ -51,14 +53,17 @@ class OperatorActs(ServerActs):
         """Somebody evicts or deletes the record of a live group."""
         if not self.sight.groups:
             return
-        gid = self.rng.choice(sorted(self.sight.groups))
+        state = self.rng.choice(sorted({g.state for g in self.sight.groups.values()}))
+        gid = self.rng.choice(sorted(x for x, g in self.sight.groups.items() if g.state == state))
         keys = [f"{self.key}g:{gid}"]
         if self.chance(0.3):
             keys.append(f"{self.key}b:{gid}")
         self.client.delete(*keys)
         self.vanished.add(gid)
+        if gid.isdecimal() and self.chance(0.4):
+            self.scan = int(gid)  # a producer comes by before anybody noticed
         self.look()
-        self.stats["dangling"] += 1
+        self.stats[f"dangling {state}"] += 1
 
     def abort(self) -> None:
         """End the run in mid-flight, by way of `failed` or not."""

@@ -134,7 +134,9 @@ class TrainerActs(WalkState):
         """Deliver or retire by ids that nobody handed out; none or all of them may be ready."""
         if not self.settled:
             return
-        gids = self.rng.sample(sorted(self.sight.live), min(2, len(self.sight.live)))
+        not_ready = [gid for gid, g in self.sight.groups.items() if g.state in ("open", "full")]
+        choice = sorted(not_ready if self.chance(0.5) else self.sight.live)
+        gids = self.rng.sample(choice, min(2, len(choice)))
         if self.chance(0.5):
             for answer in self.call(calls.deliver(self.trainer.consumer, gids)):
                 self.stats[f"named {answer}"] += 1
@@ -165,7 +167,7 @@ class TrainerActs(WalkState):
             self.stats["trainer restarts without a checkpoint"] += 1
             return
         recent = 4 if self.chance(0.5) else len(self.checkpoints)
-        saved = self.rng.choice(self.checkpoints[-recent:])
+        saved = self.rng.choice([self.checkpoints[0], *self.checkpoints[-recent:]])
         self.stats["trainer restarts"] += 1
         self.lineage = self.theirs = saved.lineage.copy()
         seen = self.sight.gs
@@ -177,5 +179,6 @@ class TrainerActs(WalkState):
         ), "a rewind leads elsewhere than to the checkpoint"  # fmt: skip
 
     def new_version(self) -> None:
-        self.trainer.version = max(self.trainer.version, int(self.sight.m["version"])) + 1
+        self.trainer.version = max(self.trainer.version, int(self.sight.m["version"]))
+        self.trainer.version += self.rng.choice([1, 1, 3])
         self.call(calls.set_version(self.trainer.version))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
 from rollstream.queue.calls import Completion, Lease, LeaseAnswer
-from tests.integration.queue.model import MAX_BODY, WalkState, Worker
+from tests.integration.queue.acts.producer import ProducerActs
+from tests.integration.queue.model import MAX_BODY, Worker
 
 MAX_FROZEN, MAX_STEPS = 3, 40
 REPORTS = [Report.RETRY, Report.RETRY, Report.BACK, Report.BACK, Report.FINAL]
 
 
-class WorkerActs(WalkState):
+class WorkerActs(ProducerActs):
     """Three workers; what they call late is judged as everything else."""
 
     def lease(self) -> None:
@@ -64,7 +65,7 @@ class WorkerActs(WalkState):
             self.stats["old call"] += 1
 
     def beat(self) -> None:
-        self.beat_for(self.a_worker())
+        self.beat_for(self.a_busy_worker())
 
     def beat_for(self, worker: Worker) -> None:
         answer = self.call(calls.beat(worker.name, list(worker.held)))
@@ -73,7 +74,7 @@ class WorkerActs(WalkState):
             self.stats["beat lost"] += 1
 
     def complete(self) -> None:
-        worker = self.a_worker()
+        worker = self.a_busy_worker()
         leases = list(worker.held.values())[: self.rng.randint(1, 5)]
         for lease in leases:
             del worker.held[lease.id]
@@ -125,7 +126,7 @@ class WorkerActs(WalkState):
 
     def fail(self) -> None:
         """Of what a worker holds, what failed before often fails again."""
-        worker = self.a_worker()
+        worker = self.a_busy_worker()
         if worker.held:
             tried = max(worker.held, key=lambda x: self._attempts(worker.held[x]))
             first = next(iter(worker.held))
@@ -146,7 +147,7 @@ class WorkerActs(WalkState):
         return answer
 
     def park(self) -> None:
-        worker = self.a_worker()
+        worker = self.a_busy_worker()
         if worker.held:
             lease = worker.held.pop(next(iter(worker.held)))
             limit = int(self.sight.m["max_body"])
@@ -189,7 +190,9 @@ class WorkerActs(WalkState):
 
     def everybody_dies(self) -> None:
         """Let all workers die together, as members that take their workers with them would."""
-        for _ in range(self.rng.randint(1, 3)):
+        while self.chance(0.7) and self.scan < self.num_ids and self.enqueue_one(4):
+            pass
+        for _ in range(self.rng.choice([1, 2, 2, 3])):
             for worker in self.workers:
                 for _ in range(self.rng.randint(1, 3)):
                     self.take(worker, self.lease_for(worker, 12))
