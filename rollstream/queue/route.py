@@ -64,7 +64,6 @@ class Route:
         self._seeds = list(seeds)
         self._address = seeds[0] if seeds else None
         self._nodes: list[Address] = []
-        self._next_node = 0
         self._lock = threading.Lock()
 
     @property
@@ -107,11 +106,13 @@ class Route:
     def unreachable(self, at: Address | None) -> None:
         """Ask another node of the cluster next: one that is gone may have been replaced."""
         with self._lock:
-            others = [node for node in (*self._nodes, *self._seeds) if node != at]
-            if not self.is_cluster or at != self._address or not others:
+            if not self.is_cluster or at is None or at != self._address:
                 return
-            self._next_node += 1
-            self._address = others[self._next_node % len(others)]
+            # In a circle that is the same from wherever it is entered, so that each has its turn.
+            circle = list(dict.fromkeys((*self._nodes, *self._seeds, at)))
+            if len(circle) == 1:
+                return
+            self._address = circle[(circle.index(at) + 1) % len(circle)]
             self.settled = False
             self.generation += 1
 
