@@ -64,14 +64,15 @@ local function restore_entry(gid, g, n, stream, field, message)
   call('HSET', g, field, call('XADD', K .. stream, '*', 'g', gid, 'n', n))
 end
 
--- Returns how many members it ended.
+-- Returns how much was done, in members ended.
 local function look_at_group(gid)
   local g = group_key(gid)
   local row = read_group(g, 'state', 'n', 'left', 'failed', 'parked', 'full_id', 'ready_id')
   if not row.state then
     type_of(g)
-    call('HSETNX', K .. 'vanished', gid, was_delivered(gid) and 'delivered' or 'open')
-    return 0
+    if call('HEXISTS', K .. 'vanished', gid) == 1 then return 0 end
+    call('HSET', K .. 'vanished', gid, was_delivered(gid) and 'delivered' or 'open')
+    return 2
   end
   local n = tonumber(row.n)
   local has_results = n - tonumber(row.left) - tonumber(row.failed or 0) > 0
