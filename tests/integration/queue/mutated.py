@@ -11,7 +11,9 @@ from types import MappingProxyType
 from rollstream.queue import scripts
 from tests.integration.queue.mutation_list import MUTATIONS, mutate
 
-_name = os.environ["ROLLSTREAM_MUTATION"]
-_mutation = next(mutation for mutation in MUTATIONS if mutation.name == _name)
-_changed = MappingProxyType(mutate(scripts.load_scripts(), _mutation))
+_name = os.environ.get("ROLLSTREAM_MUTATION", "")
+_changed = scripts.load_scripts()
+for _mutation in MUTATIONS:
+    if _mutation.name == _name:
+        _changed = MappingProxyType(mutate(_changed, _mutation))
 scripts.load_scripts = lambda: _changed  # type: ignore[assignment]  # a plain function instead of the cached one

@@ -192,10 +192,10 @@ class WorkerActs(ProducerActs):
         """Let all workers die together, as members that take their workers with them would."""
         while self.chance(0.7) and self.scan < self.num_ids and self.enqueue_one(4):
             pass
-        for _ in range(self.rng.choice([1, 2, 2, 3])):
+        for _ in range(self.rng.choice([1, 2, 2, 3, 3, 4])):
             for worker in self.workers:
                 for _ in range(self.rng.randint(1, 3)):
-                    self.take(worker, self.lease_for(worker, 12))
+                    self.take(worker, self.lease_for(worker, self.rng.choice([2, 12])))
             self.workers = [self.new_worker() for _ in self.workers]
             for _ in range(3):
                 self.pass_ms(499)
