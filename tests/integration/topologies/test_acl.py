@@ -151,6 +151,7 @@ def test_a_user_without_info_and_scan_works_and_a_missing_run_is_said(
         assert backstage.queue.call(calls.audit(deep=True)).problems == []
 
 
+@pytest.mark.slow
 async def test_jobs_of_isolated_rewards_need_no_more_than_their_user(
     server: DevServer, run_name: str, tmp_path: Path
 ) -> None:

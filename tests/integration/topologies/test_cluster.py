@@ -138,6 +138,7 @@ async def test_a_cancelled_call_leaves_no_reply_in_a_cluster(elsewhere: str, run
     await queue.aclose()
 
 
+@pytest.mark.slow
 def test_the_owner_is_found_through_another_node_when_the_first_one_is_gone(run_name: str) -> None:
     key = f"{prefix(run_name)}m"
     with Cluster() as cluster:
@@ -177,6 +178,7 @@ def test_commands_of_people_reach_a_run_of_a_cluster(
         assert backstage.keys() == {}
 
 
+@pytest.mark.slow
 def test_the_verifier_says_that_rq_needs_a_server_of_its_own(
     elsewhere: str, valkey_url: str, tmp_path: Path
 ) -> None:

@@ -180,6 +180,7 @@ def test_connections_leave_a_frozen_master_and_do_not_return_when_it_wakes(
         assert queue.call(calls.audit(deep=True)).problems == []
 
 
+@pytest.mark.slow
 def test_a_planned_failover_is_an_outage_also_to_a_wait_and_the_old_master_gets_nothing(
     watched: Watched, run_name: str
 ) -> None:
@@ -252,6 +253,7 @@ async def test_a_cancelled_call_leaves_no_reply_behind_sentinels(
     await queue.aclose()
 
 
+@pytest.mark.slow
 def test_a_process_of_each_kind_takes_the_setting_with_sentinels(
     watched: Watched, run_name: str, tmp_path: Path
 ) -> None:

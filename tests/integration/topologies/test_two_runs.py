@@ -201,6 +201,7 @@ def test_a_trainer_of_the_old_data_tells_nothing_to_a_run_that_was_begun_anew(
     assert (info.version, info.connects) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_removal_that_was_interrupted_is_refused_by_name_and_can_be_repeated(
     old: Old, valkey_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
