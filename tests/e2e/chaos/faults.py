@@ -76,7 +76,7 @@ SHARES: dict[Failure, float] = {
     Failure.BLOCK: 0.003,
     Failure.POISON: 0.001,
 }
-"""Of all attempts, 30 % together; the engine's own faults come on top, about one request in seven."""
+"""Of all attempts, 30 % together; the engine's own faults (one request in seven) come on top."""
 
 
 def unit(*parts: Any) -> float:
