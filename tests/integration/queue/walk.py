@@ -107,6 +107,15 @@ class Walk(AggregatorActs, TrainerActs, OperatorActs):
         if self.chance(0.5):
             self.read_ready()
 
+    def group_vanishes(self) -> None:
+        """Judge what is gone, before anybody noticed that it is."""
+        super().group_vanishes()
+        for aggregator in self.aggregators:
+            gone = [entry for entry in aggregator.in_hand if entry.group_index in self.vanished]
+            if gone and self.chance(0.5):
+                aggregator.in_hand.remove(gone[0])
+                self.judge_entry(gone[0])
+
     # --- the end -------------------------------------------------------------------------------
     def drain(self) -> None:
         """Invariant 16: one healthy process of each kind finishes the run."""
