@@ -75,6 +75,7 @@ def make_supply(settings: Settings, source: Source) -> Supply:
         producer.keys,
         allow_off_distribution=settings.sampling.allow_off_distribution,
         timeout_s=settings.aggregator.group_timeout_s,
+        max_record_bytes=settings.worker.max_body_bytes,
     )
     order = Order(len(source), epochs=producer.epochs, shuffle_seed=producer.shuffle_seed)
     limit = None

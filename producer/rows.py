@@ -34,6 +34,8 @@ class RowRules:
     """{our name: the file's name}."""
     allow_off_distribution: bool = False
     timeout_s: float = 0.0
+    max_record_bytes: int | None = None
+    """Of a group's record: its prompt, label, metadata and tools together."""
     clock: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -72,10 +74,17 @@ class RowRules:
             enqueued_unix_s=self.clock(),
         )
         try:
-            return group, encode_prompt(group)
+            record = encode_prompt(group)
         except WireError as error:
             reason = str(error).partition(": ")[2]
             raise BadRow(row.where, reason) from None
+        if self.max_record_bytes is not None and len(record) > self.max_record_bytes:
+            raise BadRow(
+                row.where,
+                f"its record (prompt, label, metadata and tools) takes {len(record)} bytes, "
+                f"allowed are {self.max_record_bytes} (worker.max_body_bytes)",
+            )
+        return group, record
 
     def unused(self, rows: Iterable[Row]) -> list[str]:
         """Return the columns of `rows` that nothing reads: usually more data, rarely a typo."""

@@ -225,7 +225,8 @@ class WorkerTable(Table):
     retry_delay_s: float = Field(0.5, ge=0)
     """First wait before a failed member is leased again; doubles per attempt, with jitter."""
     max_body_bytes: int = Field(16 << 20, ge=1024)
-    """Largest result of one member; a larger one is `too_large`."""
+    """Largest result of one member; a larger one is `too_large`. A row of the producer whose record
+    is larger is a bad row."""
     stall_limit_s: float = Field(60.0, ge=0)
     """How long the event loop may stand still (user code blocks it) before the process ends with
     exit code 5, to be started again; never less than a lease. 0 is for ever."""

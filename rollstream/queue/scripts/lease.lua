@@ -7,6 +7,7 @@
 -- repeat: the members of the last call_no that are still leased; a lower call_no is old
 -- uses: clock member waiting
 local MAX_LEASE = 256
+local MAX_PROMPT_BYTES = 4194304 -- of the prompts in an answer; the group that exceeds it is the last
 local FAIR_SHARE = 8       -- members a call may always give, however many workers there are
 local PROMOTE = 256
 local MAX_SUSPECTS = 8     -- that share a worker
@@ -33,7 +34,9 @@ if not repeated and run.state ~= 'running' then
   return {run.state, run.version, run.control_seq}
 end
 
-local held, is_suspect = {}, {}  -- lease ids of suspects that this worker runs; ids taken now
+local held = {}        -- lease ids of suspects that this worker runs
+local is_suspect = {}  -- ids of suspects taken now: their scores
+local popped = {}      -- id and score of what was taken from `q`, behind the suspects in `ids`
 
 local function crashes_of(gid, i) return tonumber(call('HGET', group_key(gid), 'x' .. i)) or 0 end
 
@@ -58,7 +61,7 @@ local function take_suspects(training_limit)
     call('ZREM', K .. 's', id)
     if gid then
       ids[#ids + 1] = id
-      is_suspect[id] = true
+      is_suspect[id] = head[2]
       taken = taken + 1
     end
   end
@@ -76,7 +79,7 @@ if not repeated then
   local want = limit - #ids
   if queued > want then ring('bell') end  -- the next waiting worker
   if queued > 0 and want > 0 then
-    local popped = call('ZPOPMIN', K .. 'q', want)
+    popped = call('ZPOPMIN', K .. 'q', want)
     for j = 1, #popped, 2 do ids[#ids + 1] = popped[j] end
   end
 end
@@ -167,12 +170,35 @@ local function lease_group(gid)
   return #row > 4 and row or nil
 end
 
+-- Members that were taken and not looked at wait again where they waited. Their places stay empty,
+-- since places are part of tokens.
+local function give_back(gids)
+  local num_suspects = #ids - #popped / 2
+  for _, gid in ipairs(gids) do
+    for _, place in ipairs(places_of[gid]) do
+      local id = ids[place]
+      local score = is_suspect[id] or popped[2 * (place - num_suspects)]
+      call('ZADD', K .. (is_suspect[id] and 's' or 'q'), score, id)
+      ids[place], is_suspect[id] = '-', nil
+    end
+  end
+  if #gids > 0 then ring('bell') end
+end
+
 local answer = {run.state, run.version, run.control_seq}
 
 local function hand_out()
-  for _, gid in ipairs(groups) do
+  local prompt_bytes = 0
+  for j, gid in ipairs(groups) do
     local row = lease_group(gid)
-    if row then answer[#answer + 1] = row end
+    if row then
+      answer[#answer + 1] = row
+      prompt_bytes = prompt_bytes + #(row[4] or '')
+      if prompt_bytes > MAX_PROMPT_BYTES and not repeated then
+        give_back({unpack(groups, j + 1)})
+        break
+      end
+    end
   end
   if #leases > 0 then call('ZADD', K .. 'l', unpack(leases)) end
   if next(is_suspect) then call('HSET', K .. 'ws', worker, table.concat(held, ' ')) end

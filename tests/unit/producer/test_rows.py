@@ -142,6 +142,14 @@ def test_plain_values_of_parameters_that_leave_the_distribution_are_allowed() ->
     assert group_of({"prompt": "hi", "sampling": plain}).sampling == plain
 
 
+def test_a_record_that_no_result_could_be_as_large_as_is_refused() -> None:
+    large = {"prompt": "hi", "metadata": {"page": "x" * 2000}}
+    assert group_of(large, max_record_bytes=4096).n == 8
+    text = reason(large, max_record_bytes=2048)
+    assert text.startswith("its record (prompt, label, metadata and tools) takes 2")
+    assert text.endswith("allowed are 2048 (worker.max_body_bytes)")
+
+
 def test_off_distribution_parameters_pass_where_they_are_permitted() -> None:
     sampling = {"top_p": 0.9}
     assert group_of({"prompt": "hi", "sampling": sampling}, allow_off_distribution=True).sampling

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from redis.exceptions import ResponseError
+
 from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
 from rollstream.queue.calls import Completion, Lease
@@ -87,6 +90,76 @@ def test_lease_rings_again_while_members_are_left(bench: Bench) -> None:
     assert bench.queue.wait_bell(0.01)
     bench.lease(limit=2)
     assert not bench.queue.wait_bell(0.01)
+
+
+def _enqueue_large(bench: Bench, *ids: int) -> None:
+    for gid in ids:
+        bench.call(calls.enqueue(gid, 2, b"p" * (1 << 20)))
+
+
+def _lease_ids(answer: calls.LeaseAnswer) -> list[str]:
+    return [member.lease.id for group in answer.groups for member in group.members]
+
+
+def test_lease_takes_no_further_group_once_its_prompts_exceed_4_mb(bench: Bench) -> None:
+    _enqueue_large(bench, *range(12))
+    waiting = bench.client.zrange(f"{bench.key}q", 0, -1, withscores=True)
+    bench.client.delete(f"{bench.key}bell")
+    first = bench.call(calls.lease("w", 1, 256))
+    assert [group.group_index for group in first.groups] == ["0", "1", "2", "3", "4"]
+    assert bench.client.zrange(f"{bench.key}q", 0, -1, withscores=True) == waiting[10:]
+    assert bench.queue.wait_bell(0.01)
+    assert _lease_ids(bench.call(calls.lease("w", 1, 256))) == _lease_ids(first)
+    rest = [
+        group.group_index for no in (2, 3) for group in bench.call(calls.lease("w", no, 256)).groups
+    ]
+    assert rest == ["5", "6", "7", "8", "9", "10", "11"]
+    bench.audit()
+
+
+def test_lease_gives_a_group_whose_prompt_alone_exceeds_4_mb(bench: Bench) -> None:
+    for gid in range(2):
+        bench.call(calls.enqueue(gid, 2, b"p" * (5 << 20)))
+    assert [len(bench.lease()) for _ in range(3)] == [2, 2, 0]
+
+
+def test_lease_beyond_its_prompts_gives_suspects_back_and_keeps_every_token(bench: Bench) -> None:
+    _enqueue_large(bench, *range(8))
+    for gid in range(8):
+        # Member 0 of each is a suspect.
+        bench.client.hset(f"{bench.key}g:{gid}", "x0", 2)
+        bench.client.zrem(f"{bench.key}q", f"{gid}:0")
+        score = bench.client.hget(f"{bench.key}g:{gid}", "score")
+        bench.client.zadd(f"{bench.key}s", {f"{gid}:0": float(score or 0)})
+    first = bench.call(calls.lease("w", 1, 256))
+    assert _lease_ids(first) == [
+        f"{gid}:{i}:w-1-{place}"
+        for gid in range(5) for i, place in ((0, gid + 1), (1, gid + 9))
+    ]  # fmt: skip
+    assert [bench.where(5, 0), bench.where(5, 1)] == ["s", "q"]
+    assert bench.call(calls.lease("w", 1, 256)) == first
+    second = bench.call(calls.lease("w", 2, 256))
+    assert [lease.rsplit(":", 1)[0] for lease in _lease_ids(second)] == [
+        "5:0",
+        "5:1",
+        "6:0",
+        "6:1",
+        "7:0",
+        "7:1",
+    ]
+    bench.audit()
+
+
+def test_lease_that_cannot_give_back_takes_nothing(bench: Bench) -> None:
+    _enqueue_large(bench, *range(8))
+    bench.client.delete(f"{bench.key}bell")
+    bench.client.set(f"{bench.key}bell", "another program's")
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        bench.call(calls.lease("w", 1, 256))
+    assert bench.client.zcard(f"{bench.key}q") == 16
+    bench.client.delete(f"{bench.key}bell")
+    bench.audit()
+    assert len(bench.call(calls.lease("w", 1, 256)).groups) == 5
 
 
 def test_lease_gives_nothing_in_a_run_that_does_not_run(bench: Bench) -> None:
