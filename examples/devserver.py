@@ -128,8 +128,12 @@ class DevServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
-        """Start it."""
-        return self.start()
+        """Start it; where it does not come up, nothing of it stays."""
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
 
     def __exit__(
         self,

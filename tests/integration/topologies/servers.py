@@ -1,13 +1,15 @@
 """Sentinels and clusters of real servers, as plain processes of the one binary there is.
 
 Owns their start, what they are told, and their end. Never touches a server that it did not start.
-Invariant: `with` returns once the topology agrees on itself, and leaves no process.
+Invariant: `with` returns once the topology agrees on itself, and leaves no process and no folder,
+not even where it never came to agree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -132,6 +134,11 @@ class Sentinel:
         self.process.kill()
         self.process.wait()
 
+    def stop(self) -> None:
+        """End it and remove its folder."""
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
 
 class Watched:
     """A master with a replica, and three sentinels that fail it over.
@@ -160,6 +167,13 @@ class Watched:
         return next(server for server in self.servers if role_of(server) == "master")
 
     def __enter__(self) -> Watched:
+        with contextlib.ExitStack() as undo:
+            undo.push(self.__exit__)
+            self._start()
+            undo.pop_all()
+        return self
+
+    def _start(self) -> None:
         first, second = self.servers
         first.start()
         second.start()
@@ -172,7 +186,6 @@ class Watched:
             wait_until(lambda: answers(sentinel.port))  # noqa: B023 - called at once
             sentinel.hurry()
         wait_until(lambda: all(one.knows(self._num, 1) for one in self.sentinels))
-        return self
 
     def heal(self) -> None:
         """Start what is dead, wake what is frozen, and wait until there is a replica again."""
@@ -197,7 +210,7 @@ class Watched:
 
     def __exit__(self, *_: object) -> None:
         for sentinel in self.sentinels:
-            sentinel.kill()
+            sentinel.stop()
         for server in self.servers:
             server.stop()
 
@@ -217,6 +230,13 @@ class Cluster:
         self.servers = [DevServer(*flags, aof=True, port=_cluster_port()) for _ in range(3)]
 
     def __enter__(self) -> Cluster:
+        with contextlib.ExitStack() as undo:
+            undo.push(self.__exit__)
+            self._start()
+            undo.pop_all()
+        return self
+
+    def _start(self) -> None:
         bounds = [0, 5461, 10923, SLOTS]
         for number, server in enumerate(self.servers):
             server.start()
@@ -229,7 +249,6 @@ class Cluster:
             for other in self.servers[1:]:
                 client.execute_command("CLUSTER MEET", "127.0.0.1", other.port)
         wait_until(lambda: all(map(self._agrees, self.servers)), 15.0)
-        return self
 
     @staticmethod
     def _agrees(server: DevServer) -> bool:

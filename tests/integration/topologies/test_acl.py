@@ -204,4 +204,4 @@ def test_sentinels_and_master_are_reached_with_tls_and_their_own_passwords(
                     )
                 assert "invalid username-password" in str(caught.value).lower()
         finally:
-            sentinel.kill()
+            sentinel.stop()
