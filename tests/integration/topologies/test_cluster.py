@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
-from examples.devserver import DevServer
+from examples.devserver import DevServer, die_with_parent
 from rollstream.cli.__main__ import main
 from rollstream.queue import calls
 from rollstream.queue.keys import prefix
@@ -18,7 +20,7 @@ from rollstream.stream import GroupStream
 from tests.backstage import Backstage, wait_until
 from tests.integration.producer.scene import producing, rows_file, settings_of
 from tests.integration.worker.parts import Parts
-from tests.integration.worker.processes import start
+from tests.integration.worker.processes import ENVIRONMENT, ROOT, start
 
 from .servers import Cluster, told
 
@@ -95,6 +97,31 @@ def test_a_slot_that_moves_is_followed_and_the_run_is_away_until_it_has_moved(
     assert keys_of(source, run_name) == []
 
 
+TRAINER = """
+import sys
+from rollstream import GroupStream
+
+with GroupStream.connect(sys.argv[1], run=sys.argv[2]) as stream:
+    print(stream.next_batch(1, 30).group_indexes, flush=True)
+    sys.stdin.read()
+"""
+
+
+def killed_with_a_batch_in_hand(url: str, run: str) -> str:
+    """Let a trainer's process take a batch, and kill it; what it had."""
+    process = subprocess.Popen(
+        (sys.executable, "-c", TRAINER, url, run), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env=ENVIRONMENT, cwd=ROOT, preexec_fn=die_with_parent,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        try:
+            return process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(40)
 async def test_the_replay_arrives_when_a_consumer_is_killed_in_a_cluster(
     elsewhere: str, run_name: str
 ) -> None:
@@ -108,9 +135,7 @@ async def test_the_replay_arrives_when_a_consumer_is_killed_in_a_cluster(
         backstage.end_of_data()
 
         def train() -> list[int]:
-            with GroupStream.connect(elsewhere, run=run_name) as stream:
-                taken = stream.next_batch(1, 10)  # a trainer that dies with it
-                assert taken is not None
+            assert killed_with_a_batch_in_hand(elsewhere, run_name) == "[0]"
             with GroupStream.connect(elsewhere, run=run_name) as stream:
                 batches = []
                 for batch in stream.batches(groups=1, timeout_s=10):
