@@ -52,6 +52,7 @@ def test_every_prompt_is_trained_once_in_the_surviving_history_whatever_is_kille
     assert (found["skipped"], found["twice"], found["audit_problems"]) == (0, 0, 0)
     # A run that killed nothing proves nothing.
     assert found["restarts"] > 0
+    assert found["empty_redis_restarts"] > 0
     assert sum(found["kills"].values()) > 0
     assert found["checkpoints"] > 0
 

@@ -17,7 +17,7 @@ from tests.e2e.chaos.observer import Drop
 
 FREE_REASONS = frozenset({"seen", "run_aborted"})
 """Drops that leave their id free to come again: they end a group, and explain nothing."""
-FREE_DETAILS = ("beyond the window", "its record vanished")
+FREE_DETAILS = ("beyond the window", "its record vanished", "its results vanished")
 """Of `withdrawn`: the queue's own, whose ids come again too."""
 
 

@@ -100,6 +100,7 @@ def test_judge_sees_a_group_without_any_end() -> None:
         a_drop(4, 11.0, "run_aborted"),
         a_drop(4, 11.0, "withdrawn", detail="beyond the window after a rewind"),
         a_drop(4, 11.0, "withdrawn", detail="its record vanished"),
+        a_drop(4, 11.0, "withdrawn", detail="its results vanished"),
     ],
 )
 def test_judge_takes_no_drop_that_leaves_the_id_free(drop: Drop) -> None:

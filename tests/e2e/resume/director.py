@@ -87,6 +87,8 @@ class Director:
         self._awaited: list[Child] = []
         """Children that are down and will be started."""
         self._redis_is_down = False
+        self._next_memories: list[Memory] = [Memory.EMPTY]
+        """What Redis knows after its next deaths; drawn anew when it is used up."""
         self._calm_mono_s = 0.0
 
     # --- the run -------------------------------------------------------------------------------
@@ -221,6 +223,11 @@ class Director:
 
     # --- what breaks ---------------------------------------------------------------------------
     def _break_something(self, now: float) -> None:
+        # A run in which Redis never forgot everything would not measure what it is there for.
+        is_late = now > self._calm_mono_s - 0.7 * self.options.seconds
+        if is_late and not self.memories[Memory.EMPTY]:
+            self._kill_redis(now)
+            return
         breaks: list[tuple[int, Callable[[float], None]]] = [
             (15, self._kill_trainer),
             (10, self._freeze_trainer),
@@ -252,7 +259,9 @@ class Director:
         if self._redis_is_down:
             return
         self._redis_is_down = True
-        memory = self._rng.choice(list(Memory))
+        if not self._next_memories:
+            self._next_memories = self._rng.sample(list(Memory), len(Memory))
+        memory = self._next_memories.pop()
         self.kills["redis"] += 1
         self.memories[memory] += 1
         self.storage.kill(memory, self._rng.uniform(0.05, 1.5))

@@ -1,8 +1,8 @@
 """What a run came to: one line of JSON, and whether it kept the promise.
 
 Owns the comparison of every checkpoint with the prompts. Never starts anything. Invariant: the
-promise is kept exactly when no prompt was skipped or trained twice and every one was trained once
-(or dropped, where something drops).
+promise is kept exactly when no prompt was skipped or trained twice, every one was trained once (or
+dropped, where something drops), and the queue's own audit finds nothing at the end.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Summary:
     def kept(self) -> bool:
         """Whether the promise was kept."""
         whole = self.trained_once + self.dropped == self.prompts
-        return self.skipped == 0 and self.twice == 0 and whole
+        return whole and self.skipped == self.twice == self.audit_problems == 0
 
     def to_json(self) -> str:
         """Return one line."""
