@@ -123,7 +123,7 @@ class WalkState:
         self.bench = WalkBench(
             client, f"walk-{seed}", scripts, lease_ms=LEASE_MS, cap=CAPACITY,
             W=self.rng.choice([8, 16]), max_attempts=self.rng.choice([1, 2, 3]),
-            max_crashes=self.rng.choice([2, 4, 4]), max_requeues=2,
+            max_crashes=self.rng.choice([2, 4, 4, 4, 4]), max_requeues=2,
             max_stale=self.rng.choice([-1, 0, 1, 1, 2]), max_body=MAX_BODY,
         )  # fmt: skip
         self.client, self.key = client, self.bench.key

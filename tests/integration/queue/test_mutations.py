@@ -28,7 +28,7 @@ def test_every_mutation_has_a_name_of_its_own_and_fits_a_script() -> None:
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_walk_notices_a_script_without_its_rule(client: redis.Redis, name: str) -> None:
-    assert walk_notices(client, BY_NAME[name], walks=6, steps=150) != ""
+    assert walk_notices(client, BY_NAME[name], walks=12, steps=300) != ""
 
 
 @pytest.mark.slow

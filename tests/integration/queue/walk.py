@@ -32,14 +32,16 @@ __all__ = ["ACTIONS", "SMALL_REBASE", "Walk", "take_walk"]
 
 DRAIN_ROUNDS = 400
 MAX_BROKEN = 3
-MOODS = (0.3, 1, 1, 2)
+MOODS = (0.4, 1, 1, 2)
 """By which a walk multiplies each weight, so that no two walks are alike."""
+STEADY = {"enqueue", "memory_comes_back"}
+"""Without these a walk has nothing to do."""
 ACTIONS: dict[str, float] = {
-    "enqueue": 10, "enqueue_evaluation": 1, "producer_restarts": 2, "skip": 1, "presence": 1,
+    "enqueue": 14, "enqueue_evaluation": 1, "producer_restarts": 2, "skip": 1, "presence": 1,
     "end_of_data": 2,
     "lease": 16, "lease_again": 3, "lease_old": 2, "beat": 12, "complete": 14, "zombie": 6,
     "fail": 8, "park": 6, "worker_dies": 2, "worker_freezes": 1.5, "worker_thaws": 1.5,
-    "everybody_dies": 1, "worker_grabs": 1,
+    "everybody_dies": 2, "worker_grabs": 1,
     "pass_time": 16, "time_goes_by": 4, "outage": 1, "sweep": 5, "long_pause": 0.3,
     "deadline_passes": 0.4,
     "read_full": 10, "claim_full": 3, "verdict": 13, "aggregator_dies": 1,
@@ -47,7 +49,7 @@ ACTIONS: dict[str, float] = {
     "checkpoint": 4, "trainer_restarts": 1.5, "new_version": 2.5,
     "withdraw": 2, "requeue": 2, "control": 3, "set_budget": 0.7, "group_vanishes": 0.8,
     "snapshot": 2, "server_rolls_back": 1, "server_is_emptied": 0.25, "settle": 1,
-    "memory_fills": 0.5, "memory_comes_back": 1,
+    "memory_fills": 0.5, "memory_comes_back": 2,
 }  # fmt: skip
 """What may happen next, by weight."""
 
@@ -71,7 +73,10 @@ class Walk(AggregatorActs, TrainerActs, OperatorActs):
         self.check(before)
 
     def run(self, steps: int, actions: Mapping[str, float]) -> None:
-        weights = [weight * self.rng.choice(MOODS) for weight in actions.values()]
+        weights = [
+            weight * (1 if name in STEADY else self.rng.choice(MOODS))
+            for name, weight in actions.items()
+        ]
         plan = self.rng.choices(list(actions), weights, k=steps)
         # Rare acts too happen once, where there are steps for that.
         for name in [name for name in actions if name not in plan]:
@@ -80,6 +85,8 @@ class Walk(AggregatorActs, TrainerActs, OperatorActs):
                 plan[self.rng.choice(often)] = name
         self.begin()
         for name in plan:
+            if self.sight.frontier >= self.num_ids and not self.sight.live:
+                self.step("train_again")
             self.step(name)
         self.end()
 
@@ -94,7 +101,18 @@ class Walk(AggregatorActs, TrainerActs, OperatorActs):
             self.step("trainer_restarts")
             self.drain()
 
+    def train_again(self) -> None:
+        """All is trained: go back to the first checkpoint, so that there is something to do."""
+        self.restart_from(self.checkpoints[0])
+
     # --- acts that reach their point only together with another --------------------------------
+    def everybody_dies(self) -> None:
+        """Make room for members that can be leased, mostly."""
+        self.memory_comes_back()
+        if self.chance(0.8):
+            self.finish_full_groups()
+        super().everybody_dies()
+
     def server_rolls_back(self) -> None:
         """Ack what the server forgot, before anybody noticed that it did."""
         super().server_rolls_back()
@@ -150,6 +168,10 @@ class Walk(AggregatorActs, TrainerActs, OperatorActs):
         leases = list(worker.held.values())
         worker.held.clear()
         self.report(leases)
+        self.finish_full_groups()
+
+    def finish_full_groups(self) -> None:
+        """A healthy aggregator and trainer take all there is."""
         self.read_full()
         self.claim_full()
         for aggregator in self.aggregators:

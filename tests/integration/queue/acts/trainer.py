@@ -158,16 +158,23 @@ class TrainerActs(WalkState):
 
     def trainer_restarts(self) -> None:
         """From a checkpoint, often not the newest, or from none: where the run stands."""
-        self.old_trainers.append(self.trainer)
-        self.trainer = Trainer(self.judged, self)
-        self.may_go_back = True
-        if not self.checkpoints or self.chance(0.1):
+        if self.chance(0.1):
+            self._new_trainer()
             self.trainer.claim(None, None)
             self.lineage = self.theirs
             self.stats["trainer restarts without a checkpoint"] += 1
             return
         recent = 4 if self.chance(0.5) else len(self.checkpoints)
-        saved = self.rng.choice([self.checkpoints[0], *self.checkpoints[-recent:]])
+        self.restart_from(self.rng.choice([self.checkpoints[0], *self.checkpoints[-recent:]]))
+
+    def _new_trainer(self) -> None:
+        self.old_trainers.append(self.trainer)
+        self.trainer = Trainer(self.judged, self)
+        self.may_go_back = True
+
+    def restart_from(self, saved: Checkpoint) -> None:
+        """Let a new trainer take the run over with a checkpoint."""
+        self._new_trainer()
         self.stats["trainer restarts"] += 1
         self.lineage = self.theirs = saved.lineage.copy()
         seen = self.sight.gs

@@ -190,6 +190,8 @@ class WorkerActs(ProducerActs):
 
     def everybody_dies(self) -> None:
         """Let all workers die together, as members that take their workers with them would."""
+        if self.sight.m["state"] == "paused":
+            self.call(calls.resume())
         while self.chance(0.7) and self.scan < self.num_ids and self.enqueue_one(4):
             pass
         for _ in range(self.rng.choice([1, 2, 2, 3, 3, 4])):
@@ -197,8 +199,8 @@ class WorkerActs(ProducerActs):
                 for _ in range(self.rng.randint(1, 3)):
                     self.take(worker, self.lease_for(worker, self.rng.choice([2, 12])))
             self.workers = [self.new_worker() for _ in self.workers]
-            for _ in range(3):
-                self.pass_ms(499)
+            for _ in range(5):
+                self.pass_ms(250)
                 self.sweep_all()
         if self.chance(0.5):
             self.worker_grabs()
