@@ -51,6 +51,14 @@ MAX_SLOW = 32
 log = structlog.get_logger("aggregator")
 
 
+class _MovedOn(Exception):
+    """The group was ended or requeued while it was judged."""
+
+
+def _is_entry_of(stored: StoredGroup, entry: StreamEntry) -> bool:
+    return stored.state == "full" and stored.full_id == entry.message_id
+
+
 @dataclass(frozen=True, slots=True)
 class AggregatorLimits:
     """The numbers of an aggregator."""
@@ -234,8 +242,8 @@ class Aggregator:
         await self._stop_if_asked(judged)
 
     async def _judge_one(self, entry: StreamEntry, stored: StoredGroup) -> tuple[str, Verdict]:
-        if not stored.n or not stored.headers:
-            return "", KEEP  # it is gone: the verdict deletes the entry and changes nothing
+        if not _is_entry_of(stored, entry):
+            return "", KEEP  # it moved on: the verdict deletes the entry and changes nothing
         if entry.deliveries > TRIES:
             return "", self._filter_error(
                 entry,
@@ -252,6 +260,8 @@ class Aggregator:
                 verdict = await judge(view, env, stored.why, fill)
                 self._note_waits(entry, view)
                 return env_name, verdict
+            except _MovedOn:
+                return env_name, KEEP
             except FilterHung as raised:
                 error = str(raised)
                 break
@@ -284,6 +294,9 @@ class Aggregator:
             raise WireError(f"group {stored.group_index} has no prompt record")
         ids = [(stored.group_index, stored.n)]
         (full,) = await self._link.answered(lambda: self._queue.groups(ids, text=True))
+        # Their state is read behind the bodies.
+        if (full.state, full.full_id) != (stored.state, stored.full_id):
+            raise _MovedOn
         for member, body, text in zip(view.members, full.bodies, full.texts, strict=True):
             if body is not None:
                 member.trajectory = decode_body(body, prompt, text)

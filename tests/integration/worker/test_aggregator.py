@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollstream.group import Drop, GroupView, Keep
+from rollstream.queue import calls
 from worker.aggregate.aggregator import CONSUMER, TRIES
 from worker.aggregate.loader import LoadedFilter
 from worker.bounded import THREADS
@@ -171,6 +172,53 @@ async def test_a_broken_filter_fails_the_run_where_that_is_configured(run: Run) 
     assert info is not None
     assert info.state == "failed"
     assert "filter_error: filter mine.py:f: ZeroDivisionError" in info.error
+
+
+async def test_a_group_that_ended_or_began_anew_since_its_entry_was_read_is_no_filters_business(
+    run: Run,
+) -> None:
+    def breaks(group: GroupView) -> Keep:
+        raise ZeroDivisionError("by zero")
+
+    parts = await full(run, 3, filters=(a_filter(breaks),), stop_on_filter_error=True)
+    entries = await run.queue.read_full(CONSUMER, count=10, block_s=0)
+    assert await run.queue.call(calls.withdraw("0")) == "dropped"
+    assert await run.queue.call(calls.requeue("1", 0)) == "requeued"
+    assert await run.queue.call(calls.requeue("2", 0)) == "requeued"
+    await wait_until(lambda: are_full_again(run, 2))  # under other entries
+    await parts.aggregator.judge_entries(entries)
+
+    info = await run.queue.info()
+    assert info is not None
+    assert info.state == "running"
+    assert await run.drops() == {"withdrawn": 1}
+
+
+async def are_full_again(run: Run, count: int) -> bool:
+    return (await run.queue.depths())["full"] == count
+
+
+async def test_a_group_that_begins_anew_while_its_bodies_are_read_is_not_judged_by_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[GroupView] = []
+
+    def looks(group: GroupView) -> Keep:
+        seen.append(group)
+        return Keep()
+
+    parts = await full(run, 1, filters=(a_filter(looks, "bodies"),))
+    entries = await run.queue.read_full(CONSUMER, count=10, block_s=0)
+    read = run.queue.groups
+
+    async def late(*args: Any, **options: Any) -> Any:
+        assert await run.queue.call(calls.requeue("0", 0)) == "requeued"
+        return await read(*args, **options)
+
+    monkeypatch.setattr(run.queue, "groups", late)
+    await parts.aggregator.judge_entries(entries)
+    assert not seen
+    assert (await run.queue.depths())["ready"] == 0
 
 
 async def test_a_filter_that_asks_for_bodies_gets_trajectories_and_the_rows_metadata(
