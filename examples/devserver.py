@@ -80,7 +80,7 @@ class DevServer:
         self._aof = aof
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, timeout_s: float = 10.0) -> Self:
+    def start(self, timeout_s: float = 45.0) -> Self:
         """Start it (again, with what it kept on disk) and wait until it answers.
 
         Raises:

@@ -116,7 +116,7 @@ class Backstage:
             pipeline.execute()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 45.0) -> Any:
     """Poll until `condition()` is true and return its value; fail with a bound, never sleep."""
     limit = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -36,7 +36,7 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._started.wait(10)
+        self._started.wait(45)
         return self
 
     def __exit__(

@@ -39,7 +39,7 @@ print(json.dumps([early, late, sorted(sys.stdlib_module_names)]))
 
 def imported() -> tuple[set[str], set[str], set[str]]:
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True, timeout=20
+        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True, timeout=80
     )
     early, late, stdlib = json.loads(done.stdout)
     return set(early), set(late), set(stdlib)

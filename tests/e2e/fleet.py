@@ -105,7 +105,7 @@ async def a_fleet(
 
 
 async def until(
-    condition: Callable[[], Any], fleet: Fleet, *, timeout_s: float = 15.0, what: str
+    condition: Callable[[], Any], fleet: Fleet, *, timeout_s: float = 45.0, what: str
 ) -> Any:
     """Wait for a condition (sync or async); on failure say what the workers said."""
     limit = time.monotonic() + timeout_s

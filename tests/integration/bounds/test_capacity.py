@@ -220,7 +220,7 @@ async def test_trainer_that_stops_acking_stops_the_producer_within_one_capacity(
             assert batches[1] is not None
             await stream.ack(batches[1])
             seen = [g for batch in batches if batch for g in batch.group_indexes]
-            async for batch in stream.batches(groups=4, timeout_s=10):
+            async for batch in stream.batches(groups=4, timeout_s=45):
                 seen += batch.group_indexes
                 await stream.ack(batch)
                 await counts()

@@ -26,7 +26,7 @@ async def test_no_process_remembers_ended_groups(
         parts.start()
         async with await AsyncGroupStream.connect(valkey_url, run=run_name) as stream:
             weights: list[dict[str, int]] = []
-            async for batch in stream.batches(groups=4, timeout_s=15):
+            async for batch in stream.batches(groups=4, timeout_s=45):
                 await stream.ack(batch)
                 if batch.number in (5, 100):
                     await wait_until(lambda: parts.shift.num_busy == 0)

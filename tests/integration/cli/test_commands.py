@@ -215,7 +215,7 @@ def test_commands_end_in_order_where_nobody_reads(
     done = subprocess.run(
         ["bash", "-c", line],
         env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
-        capture_output=True, text=True, timeout=20,
+        capture_output=True, text=True, timeout=80,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert done.stderr.count("\n") == (code != 0)
@@ -252,7 +252,7 @@ def test_help_and_version_import_neither_redis_nor_numpy() -> None:
             "assert not {'redis', 'numpy', 'pydantic', 'rich'} & set(sys.modules)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", check], capture_output=True, text=True, timeout=20
+            [sys.executable, "-c", check], capture_output=True, text=True, timeout=80
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(("usage: rollstream", "rollstream 0."))
@@ -262,7 +262,7 @@ def test_help_and_version_import_neither_redis_nor_numpy() -> None:
 def test_apps_start_by_name_and_get_their_arguments(app: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rollstream.cli", app, "--run.nam", "x"],
-        capture_output=True, text=True, timeout=20,
+        capture_output=True, text=True, timeout=80,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "run.name" in done.stderr
@@ -277,7 +277,7 @@ def test_apps_never_run_a_package_of_that_name_which_is_not_ours(tmp_path: Any) 
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from rollstream.cli.__main__ import main\nsys.exit(main(['worker', '--help']))"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=80)
     assert done.returncode == 2
     assert "there is no worker here" in done.stderr
     assert "stolen" not in done.stdout

@@ -59,7 +59,7 @@ async def fault_of(pool: EnginePool, **options: Any) -> EngineFault:
 
 
 async def wait_until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while not true():
             await asyncio.sleep(0.005)
 

@@ -44,7 +44,7 @@ def prompt(policy: Policy) -> list[int]:
 
 
 async def wait_until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(45):
         while not true():
             await asyncio.sleep(0.002)
 

@@ -164,7 +164,7 @@ class Trainer:
         assert answer.enqueued == answer.acked + answer.dropped + answer.live
 
 
-async def until(ask: Callable[[], Any], holds: Callable[[Any], bool], timeout_s: float = 10) -> Any:
+async def until(ask: Callable[[], Any], holds: Callable[[Any], bool], timeout_s: float = 45) -> Any:
     """Ask until the answer is what it should be; the last answer stands in the failure."""
     limit = time.monotonic() + timeout_s
     while True:

@@ -52,7 +52,7 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> int:
     """Ask for the end and return the exit code."""
     process.send_signal(number)
     try:
-        return process.wait(15)
+        return process.wait(45)
     finally:
         if process.poll() is None:
             process.kill()
@@ -84,7 +84,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in listed.split()]
 
 
-async def until(condition: Callable[[], Any], limit_s: float = 10.0) -> Any:
+async def until(condition: Callable[[], Any], limit_s: float = 45.0) -> Any:
     """Return the first true answer of `condition`."""
     async with asyncio.timeout(limit_s):
         while not (found := condition()):

@@ -13,7 +13,7 @@ from worker.rewards.isolated import Isolated
 
 from .test_isolated import HANGS, asking, children, end, start_verifier, until
 
-pytestmark = [pytest.mark.xdist_group("verifier"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.xdist_group("verifier"), pytest.mark.timeout(120)]
 
 
 class ByVerifier:

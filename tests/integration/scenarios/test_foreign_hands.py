@@ -20,7 +20,7 @@ from .conftest import Connect
 def train_all(stream: GroupStream, groups: int = 2) -> list[int]:
     """Train until the run is over; the ids in the order in which they came."""
     trained: list[int] = []
-    for batch in stream.batches(groups=groups, timeout_s=8):
+    for batch in stream.batches(groups=groups, timeout_s=45):
         trained += batch.group_indexes
         batch.ack()
     return trained
@@ -69,7 +69,7 @@ def test_an_entry_that_somebody_copied_trains_its_group_once_and_whole(
         run.queue.client.xadd(f"{run.queue.prefix}ready", {"g": gid, "n": n})
     run.end_of_data()
     trained = []
-    for batch in connect().batches(groups=2, timeout_s=8):
+    for batch in connect().batches(groups=2, timeout_s=45):
         trained += [(group.group_index, len(group.samples)) for group in batch.groups]
         batch.ack()
     assert sorted(trained) == [(0, 4), (1, 4)]

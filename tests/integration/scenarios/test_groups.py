@@ -60,7 +60,7 @@ async def generate(given):
 """
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_case_111_a_group_whose_worker_is_killed_half_way_arrives_whole_and_once(
     valkey_url: str, run_name: str, sim: Sim, vocabulary: Path, tmp_path: Path
 ) -> None:
@@ -174,7 +174,7 @@ async def test_an_infrastructure_fault_of_one_sample_neither_drops_its_group_nor
 
 # --- 5: rq/rq#1164 -------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_no_lease_is_older_than_a_lease_and_a_beat_after_its_container_was_killed(
     valkey_url: str, run_name: str, sim: Sim, vocabulary: Path, tmp_path: Path
 ) -> None:
@@ -219,7 +219,7 @@ async def test_no_lease_is_older_than_a_lease_and_a_beat_after_its_container_was
 
 
 # --- 28: celery/celery#2219, #9674, #1700 --------------------------------------------------------
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_a_producer_killed_between_groups_and_a_poison_member_hang_nobody(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:

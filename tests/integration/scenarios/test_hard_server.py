@@ -82,7 +82,7 @@ def train(url: str, run: str) -> list[int]:
     return trained
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("harass", [cut_connections, forget_scripts])
 async def test_every_group_is_trained_once_while_the_server(
     harass: Callable[[redis.Redis], object], run_name: str
@@ -152,7 +152,7 @@ async def test_a_server_that_stands_still_for_several_leases_charges_nobody(run_
             run.worker(generate=generate, slots=16).start()
             for gid in range(8):
                 await run.enqueue(gid, 2)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(45):
                 while len(started) < 16:
                     await asyncio.sleep(0.01)
             os.kill(server.process.pid, signal.SIGSTOP)
@@ -167,7 +167,7 @@ async def test_a_server_that_stands_still_for_several_leases_charges_nobody(run_
 
 # --- 24: celery/celery#5935, #3430 ---------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_a_rollout_of_many_leases_is_one_attempt_although_redis_restarts_in_its_middle(
     run_name: str,
 ) -> None:

@@ -85,7 +85,7 @@ def test_trainer_refuses_hostile_records_and_trains_the_others(
     run.end_of_data()
 
     trained: list[int] = []
-    for batch in connect(text=True).batches(groups=4, timeout_s=15):
+    for batch in connect(text=True).batches(groups=4, timeout_s=45):
         trained += batch.group_indexes
         batch.ack()
 
@@ -127,7 +127,7 @@ async def test_worker_refuses_hostile_prompts_and_runs_the_others(
             depths = await run.queue.depths()
             return depths["live"] == depths["ready"]
 
-        await wait_in_loop(all_ended, timeout_s=15)
+        await wait_in_loop(all_ended, timeout_s=45)
         # What only stands in metadata is not asked for: those two and the good one are ready.
         assert (await run.queue.depths())["ready"] == 3
         assert await run.state_of(100, 1) == "ready"
@@ -165,7 +165,7 @@ async def test_aggregator_refuses_hostile_records_and_judges_the_others(
 
         await run.ready(1)
         assert await run.state_of(100, 1) == "ready"
-        await wait_in_loop(lambda: all_dropped(run, len(places)), timeout_s=15)
+        await wait_in_loop(lambda: all_dropped(run, len(places)), timeout_s=45)
         assert await run.drops() == {DropReason.FILTER_ERROR: len(places)}
         await run.audit()
 
@@ -210,7 +210,7 @@ def port_of(run: Backstage) -> int:
 
 # --- the verifier --------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_verifier_refuses_hostile_jobs_and_judges_the_others(
     payloads: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ def test_fifty_workers_with_connections_of_their_own_get_one_sample_once(
     def work(number: int) -> None:
         queue = BlockingQueue.connect(valkey_url, run.queue.run)
         queue.info()  # connected
-        start.wait(15)
+        start.wait(45)
         answer = queue.call(calls.lease(f"{number:012x}", 1, 8))
         got.extend(m.lease for group in answer.groups for m in group.members)
         queue.close()
@@ -175,7 +175,7 @@ def test_members_that_end_on_twenty_connections_at_once_make_each_group_full_onc
         def end(mine: list[Lease], start: threading.Barrier = start) -> None:
             queue = BlockingQueue.connect(valkey_url, run.queue.run)
             queue.info()
-            start.wait(15)
+            start.wait(45)
             for lease in mine:
                 queue.call(calls.complete([Completion(lease, b"h", b"b")]))
             queue.close()

@@ -194,18 +194,18 @@ class Watched:
                 server.start()
             else:
                 thaw(server)
-        wait_until(lambda: sorted(map(role_of, self.servers)) == ["master", "slave"], 20)
+        wait_until(lambda: sorted(map(role_of, self.servers)) == ["master", "slave"])
         (replica,) = (server for server in self.servers if role_of(server) == "slave")
         wait_until(lambda: is_linked(replica))
         # No failover begins before the last one is forgotten by all.
-        wait_until(lambda: all(one.knows(self._num, 1) for one in self.sentinels), 15)
+        wait_until(lambda: all(one.knows(self._num, 1) for one in self.sentinels))
 
     def wait_failed_over(self, before: DevServer) -> DevServer:
         """Wait for another master than `before`, which all sentinels name, and return it."""
         (other,) = (server for server in self.servers if server is not before)
-        wait_until(lambda: role_of(other) == "master", 15.0)
+        wait_until(lambda: role_of(other) == "master")
         # Until then one of them sends clients to the old one, which may be back by then.
-        wait_until(lambda: all(one.names(other.port) for one in self.sentinels), 15.0)
+        wait_until(lambda: all(one.names(other.port) for one in self.sentinels))
         return other
 
     def __exit__(self, *_: object) -> None:
@@ -248,7 +248,7 @@ class Cluster:
         with told(self.servers[0].port) as client:
             for other in self.servers[1:]:
                 client.execute_command("CLUSTER MEET", "127.0.0.1", other.port)
-        wait_until(lambda: all(map(self._agrees, self.servers)), 15.0)
+        wait_until(lambda: all(map(self._agrees, self.servers)))
 
     @staticmethod
     def _agrees(server: DevServer) -> bool:

@@ -75,7 +75,7 @@ async def test_producer_worker_and_trainer_need_no_more_than_the_documented_user
             trained: list[int] = []
 
             def train() -> None:
-                for batch in stream.batches(groups=2, timeout_s=15):
+                for batch in stream.batches(groups=2, timeout_s=45):
                     batch.ack()
                     trained.extend(batch.group_indexes)
                     stream.set_weight_version(len(trained))
@@ -114,7 +114,7 @@ def test_a_trainer_and_a_worker_name_the_right_that_is_missing(
     process = start("worker", "--redis.url", url, "--run.name", run_name, "--worker.role",
                     "aggregator", "--telemetry.metrics_port", "0", log=log)  # fmt: skip
     try:
-        assert process.wait(15) == 2
+        assert process.wait(45) == 2
     finally:
         process.kill()
     said = "lacks a right (docs/deploy.md, ACL): User poor has no permissions to run the 'hgetall'"
@@ -129,7 +129,7 @@ def test_the_producer_names_a_right_that_is_missing_inside_a_script(
     process = start("producer", "--redis.url", url, "--run.name", run_name, "--producer.source",
                     f"jsonl:{rows_file(tmp_path, 1)}", log=log)  # fmt: skip
     try:
-        assert process.wait(15) == 2
+        assert process.wait(45) == 2
     finally:
         process.kill()
     assert "lacks a right" in log.read_text()

@@ -169,12 +169,12 @@ def test_producer_worker_and_trainer_warn_at_start_and_go_on(
     worker = start("worker", *common, "--worker.role", "aggregator", "--telemetry.metrics_port",
                    "0", log=logs[1])  # fmt: skip
     try:
-        assert producer.wait(15) == 0
+        assert producer.wait(45) == 0
         with caplog.at_level(logging.WARNING, logger="rollstream.stream"):
             GroupStream.connect(unfit.url, run=run_name, connect_timeout_s=5).close()
         wait_until(lambda: "worker_ready" in logs[1].read_text(), 15)
         worker.terminate()
-        assert worker.wait(15) == 0
+        assert worker.wait(45) == 0
     finally:
         worker.kill()
         producer.kill()

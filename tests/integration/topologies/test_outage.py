@@ -139,7 +139,7 @@ def test_sixty_seconds_without_redis_in_the_middle_of_longer_samples_cost_nothin
         trainer = Trainer(server.url, run_name)
         trainer.start()
         queue = backstage.queue
-        assert trainer.is_connected.wait(15)
+        assert trainer.is_connected.wait(45)
         wait_until(lambda: queue.depths()["l"] == 8, 15)
         server.kill()
         time.sleep(OUTAGE_S)

@@ -29,7 +29,7 @@ def names(run_name: str) -> tuple[str, str]:
 def trained_of(url: str, run: str) -> list[tuple[int, str]]:
     with GroupStream.connect(url, run=run) as stream:
         trained = []
-        for batch in stream.batches(groups=3, timeout_s=15):
+        for batch in stream.batches(groups=3, timeout_s=45):
             trained += [(group.group_index, str(group.flat()[0].prompt)) for group in batch]
             batch.ack()
         return trained
@@ -125,7 +125,7 @@ def produce(folder: Path, url: str, run: str, *argv: str) -> tuple[int, str]:
         f"jsonl:{rows_file(folder, 5)}", "--producer.stay", "false", *argv, log=log,
     )  # fmt: skip
     try:
-        return process.wait(15), log.read_text()
+        return process.wait(45), log.read_text()
     finally:
         process.kill()
 
@@ -176,7 +176,7 @@ def test_a_wrong_row_leaves_the_old_run_as_it_is(
         "producer", "--fresh", "--redis.url", valkey_url, "--run.name", run_name,
         "--producer.source", f"jsonl:{rows_file(tmp_path, ['no json'])}", log=log,
     )  # fmt: skip
-    assert process.wait(15) == 2
+    assert process.wait(45) == 2
     assert old.backstage.keys() == before
 
 
@@ -238,7 +238,7 @@ def test_a_run_of_another_layout_is_refused_by_everybody_and_left_as_it_is(
         "--telemetry.metrics_port", "0", log=log,
     )  # fmt: skip
     try:
-        assert worker.wait(15) == 4
+        assert worker.wait(45) == 4
     finally:
         worker.kill()
     assert "layout 99, this one has 1" in log.read_text()

@@ -34,7 +34,7 @@ POLL_S = 0.005
 
 
 async def wait_until(
-    condition: Callable[[], Any], *, timeout_s: float = 10.0, what: str = "it"
+    condition: Callable[[], Any], *, timeout_s: float = 45.0, what: str = "it"
 ) -> Any:
     """Return what `condition` (sync or async) answers once that is true.
 

@@ -45,7 +45,7 @@ async def test_members_that_arrive_interleaved_are_delivered_by_their_group(
         def train() -> dict[int, list[tuple[int, float, list[int]]]]:
             got = {}
             with GroupStream.connect(valkey_url, run=run_name) as stream:
-                for batch in stream.batches(groups=2, timeout_s=10):
+                for batch in stream.batches(groups=2, timeout_s=45):
                     for group in batch:
                         got[group.group_index] = [
                             (s.member, s.reward, s.tokens.tolist()[3:]) for s in group.flat()
