@@ -39,6 +39,8 @@ class Header:
     repeat: str
     uses: tuple[str, ...]
     """Shared pieces, in order."""
+    lazily: tuple[str, ...]
+    """Pieces that few calls need, each by the one function that it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def parse_header(name: str, text: str) -> Header:
             answer=lines["answer"],
             repeat=lines["repeat"],
             uses=_words(lines.get("uses", "-")),
+            lazily=_words(lines.get("lazily", "-")),
         )
     except KeyError as error:
         raise ValueError(f"scripts/{name}.lua: the header has no line {error}") from None
@@ -102,21 +105,44 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _load(name: str) -> Script:
     text = _read(f"{name}.lua")
+    header = parse_header(name, text)
     pieces: list[str] = []
-    for piece in (_PRELUDE, *parse_header(name, text).uses):
+    for piece in (_PRELUDE, *header.uses):
         _add_piece(piece, pieces)
-    return make_script(name, "".join(_read(f"shared/{piece}.lua") for piece in pieces) + text)
+    lazy = [_lazy(piece, pieces) for piece in header.lazily]
+    return make_script(name, "".join([*map(_piece, pieces), *lazy, text]))
+
+
+def _lazy(piece: str, before: list[str]) -> str:
+    """Return a function that makes `piece`, and what it uses beside `before`, where it is called.
+
+    Making the functions of a piece costs every call of a script, whether it calls them or not.
+    """
+    pieces = list(before)
+    _add_piece(piece, pieces)
+    (name,) = _line(piece, "gives")
+    body = "".join(map(_piece, pieces[len(before) :]))
+    return f"local function {name}(...)\n{body}return {name}(...)\nend\n"
 
 
 def _add_piece(piece: str, pieces: list[str]) -> None:
     """Append `piece` behind the pieces that it uses itself, each once."""
     if piece in pieces:
         return
-    for line in _read(f"shared/{piece}.lua").splitlines():
-        if line.startswith("-- uses: "):
-            for used in _words(line.removeprefix("-- uses: ")):
-                _add_piece(used, pieces)
+    for used in _line(piece, "uses"):
+        _add_piece(used, pieces)
     pieces.append(piece)
+
+
+def _piece(piece: str) -> str:
+    return _read(f"shared/{piece}.lua")
+
+
+def _line(piece: str, word: str) -> tuple[str, ...]:
+    """Return the words of one line of a piece's header; none where it has no such line."""
+    start = f"-- {word}: "
+    found = (line for line in _piece(piece).splitlines() if line.startswith(start))
+    return _words(next(found, "-").removeprefix(start))
 
 
 @functools.cache

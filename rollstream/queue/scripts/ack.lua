@@ -8,10 +8,10 @@
 -- uses: ending
 permit_full_memory()
 if call('HGET', M, 'consumer') ~= ARGV[1] then return {'taken'} end
-local answer = {}
+local answer, rows = {}, {}
 
-local function acknowledge(gid)
-  if end_group(gid, 'acked') then return 'acked' end
+local function acknowledge(gid, row)
+  if end_group(gid, 'acked', nil, nil, false, false, row) then return 'acked' end
   local id, run = tonumber(gid), read(M, 'frontier', 'base')
   if not id or is_terminal(id, tonumber(run.frontier), tonumber(run.base)) then return 'done' end
   call('HINCRBY', K .. 'c', 'reacked', 1)
@@ -19,5 +19,6 @@ local function acknowledge(gid)
   return 'lost'
 end
 
-for j = 2, #ARGV do answer[#answer + 1] = acknowledge(ARGV[j]) end
+for j = 2, #ARGV do rows[j] = before_end(ARGV[j], 'acked') end
+for j = 2, #ARGV do answer[#answer + 1] = acknowledge(ARGV[j], rows[j]) end
 return answer

@@ -5,19 +5,10 @@
 -- member: completed failed_finally
 -- answer: per member: members left | dup | fenced | too_large
 -- repeat: dup, or fenced once the group is gone; no result is written (the counter `fenced` counts)
--- uses: member
+-- uses: groups damage types filling
+-- lazily: member
 local answer, completed, fenced = {}, 0, 0
 local max_bytes = tonumber(call('HGET', M, 'max_body') or math.huge)
-
--- The member keeps its lease (for one lease from now), as if nothing had been reported.
-local function take_back(gid, g, i, lease_id, old)
-  local run = read(M, 'lease_ms', 'clock')
-  call('HDEL', g, 'f' .. i, 'h' .. i)
-  call('HSET', g, 'left', old.left, 'bytes', old.bytes or 0)
-  if not old.bytes then call('HDEL', g, 'bytes') end
-  call('HDEL', body_key(gid), i, 'x' .. i)
-  call('ZADD', K .. 'l', int(tonumber(run.clock) + tonumber(run.lease_ms)), lease_id)
-end
 
 local function land(gid, i, token, header, body, text)
   local g, lease_id = group_key(gid), gid .. ':' .. i .. ':' .. token
@@ -49,7 +40,13 @@ local function land(gid, i, token, header, body, text)
   if left == 0 then
     local ok, problem = pcall(group_full, gid, g)
     if not ok then
-      take_back(gid, g, i, lease_id, {left = row[2], bytes = row[4]})
+      -- The member keeps its lease (for one lease from now), as if nothing had been reported.
+      local run = read(M, 'lease_ms', 'clock')
+      call('HDEL', g, 'f' .. i, 'h' .. i)
+      call('HSET', g, 'left', row[2], 'bytes', row[4] or 0)
+      if not row[4] then call('HDEL', g, 'bytes') end
+      call('HDEL', body_key(gid), i, 'x' .. i)
+      call('ZADD', K .. 'l', int(tonumber(run.clock) + tonumber(run.lease_ms)), lease_id)
       error(problem)
     end
   end

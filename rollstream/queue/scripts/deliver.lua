@@ -5,7 +5,8 @@
 -- member: -
 -- answer: taken | per group: ok | stale (dropped here) | gone
 -- repeat: the same answers (gone for what was stale), nothing is written
--- uses: ending
+-- uses: groups
+-- lazily: ending
 permit_full_memory()
 local run = read(M, 'consumer', 'version', 'max_stale')
 if run.consumer ~= ARGV[1] then return {'taken'} end

@@ -5,7 +5,8 @@
 -- member: leased came_due failed_finally
 -- answer: state version control_seq [gid n remaining_ms prompt (member token attempts crashes parked_bytes)*]* | old | lost
 -- repeat: the members of the last call_no that are still leased; a lower call_no is old
--- uses: clock member waiting
+-- uses: clock groups waiting
+-- lazily: member
 local MAX_LEASE = 256
 local MAX_PROMPT_BYTES = 4194304 -- of the prompts in an answer; the group that exceeds it is the last
 local FAIR_SHARE = 8       -- members a call may always give, however many workers there are
@@ -170,6 +171,8 @@ local function lease_group(gid)
   return #row > 4 and row or nil
 end
 
+local answer = {run.state, run.version, run.control_seq}
+
 -- Members that were taken and not looked at wait again where they waited. Their places stay empty,
 -- since places are part of tokens.
 local function give_back(gids)
@@ -184,8 +187,6 @@ local function give_back(gids)
   end
   if #gids > 0 then ring('bell') end
 end
-
-local answer = {run.state, run.version, run.control_seq}
 
 local function hand_out()
   local prompt_bytes = 0
@@ -207,21 +208,18 @@ local function hand_out()
   end
 end
 
--- A key of the run is another program's: what was taken waits again where it waited.
-local function put_back()
-  for _, gid in ipairs(first_leased) do
-    redis.pcall('ZREM', K .. 'dl', gid)
-    redis.pcall('ZREM', K .. 'age', gid)
-    call('HDEL', group_key(gid), 'deadline', 'version')
-  end
-  for _, id in ipairs(ids) do
-    local gid, i = split_member(id)
-    local row = gid and group_values(group_key(gid), 'score', 'f' .. i) or {}
-    if row[1] and not row[2] then call('ZADD', K .. (is_suspect[id] and 's' or 'q'), row[1], id) end
-  end
-end
-
 local ok, problem = pcall(hand_out)
 if ok then return answer end
-put_back()
+
+-- A key of the run is another program's: what was taken waits again where it waited.
+for _, gid in ipairs(first_leased) do
+  redis.pcall('ZREM', K .. 'dl', gid)
+  redis.pcall('ZREM', K .. 'age', gid)
+  call('HDEL', group_key(gid), 'deadline', 'version')
+end
+for _, id in ipairs(ids) do
+  local gid, i = split_member(id)
+  local row = gid and group_values(group_key(gid), 'score', 'f' .. i) or {}
+  if row[1] and not row[2] then call('ZADD', K .. (is_suspect[id] and 's' or 'q'), row[1], id) end
+end
 return failure(problem)

@@ -5,21 +5,22 @@
 -- member: came_due sent_back failed_finally group_ended
 -- answer: more expired promoted deadlines evicted aborted grace vanished | -1 (no such run)
 -- repeat: the next page
--- uses: clock member waiting looking rewinding
+-- uses: clock member waiting taking control streams
+-- lazily: ending looking rewinding
 local STALE_PAGE, ABORT_PAGE = 16, 16
 local MAX_ENDED = 512      -- members of groups that one page drops
 local FORGET_LEASES = 4    -- a process unseen for so many leases is no longer present
 local page = tonumber(ARGV[1])
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
-  'version', 'max_stale', 'max_crashes', 'grace_until', 'rewinding')
+  'version', 'max_stale', 'max_crashes', 'grace_until', 'rewinding', 'cursor', 'cursor_clock')
 if not run.state then return {-1} end
-local clock, run_clock, jumped = clock_of(run)
+local clock, run_clock, jumped, now = clock_of(run)
 local lease_ms = tonumber(run.lease_ms)
 -- Nobody could beat while the server was away, so nothing expires for one lease.
 local grace_until = jumped and clock + lease_ms or tonumber(run.grace_until)
-if now_ms() < tonumber(run.clock_tick) then restart_idle_times() end
-call('HSET', M, 'clock', int(clock), 'clock_tick', int(now_ms()), 'grace_until', int(grace_until))
+if now < tonumber(run.clock_tick) then restart_idle_times() end
+call('HSET', M, 'clock', int(clock), 'clock_tick', int(now), 'grace_until', int(grace_until))
 local more = 0
 
 local function full_page(count, size)
@@ -160,5 +161,10 @@ if run.rewinding then
   local _, _, is_left = drop_rewound(run.rewinding)
   if is_left then more = 1 end
 end
-if look(clock, lease_ms / 2) then more = 1 end
+local num_vanished, is_walk_due = 0, clock - tonumber(run.cursor_clock or 0) >= lease_ms / 2
+if run.cursor or is_walk_new or is_walk_due then
+  local is_more
+  is_more, num_vanished = look(clock)
+  if is_more then more = 1 end
+end
 return {more, expired, promoted, deadlines, evicted, aborted, in_grace and 1 or 0, num_vanished}

@@ -5,7 +5,8 @@
 -- member: -
 -- answer: ready | dropped | noop
 -- repeat: noop; so is a late verdict of an earlier life, which only removes its own entry
--- uses: ending
+-- uses: groups entries types
+-- lazily: ending
 local gid, message, judgement, reason, detail = unpack(ARGV, 1, 5)
 permit_full_memory()
 local g = group_key(gid)

@@ -70,20 +70,30 @@ def test_header_is_refused_where_a_line_is_missing() -> None:
 
 
 def test_each_shared_piece_comes_once_and_behind_what_it_uses(name: str) -> None:
-    source = load_scripts()[name].source
+    header, source = load_scripts()[name].header, load_scripts()[name].source
     texts = {
         path.name.removesuffix(".lua"): path.read_text() for path in (FOLDER / "shared").iterdir()
     }
     at = {piece: source.find(text) for piece, text in texts.items() if text in source}
-    assert {"prelude", *load_scripts()[name].header.uses} <= set(at)
+    assert {"prelude", *header.uses, *header.lazily} <= set(at)
     for piece in at:
-        assert source.count(texts[piece]) == 1
+        # What two lazy pieces use is made by either: it may come once in each.
+        assert source.count(texts[piece]) == 1 or (header.lazily and piece not in header.uses)
         for used in re.findall(r"^-- uses: (.*)$", texts[piece], re.MULTILINE):
             assert all(at[word] < at[piece] for word in used.split())
 
 
 def test_script_calls_no_function_that_its_pieces_do_not_define(name: str) -> None:
     source = re.sub(r"--.*", "", load_scripts()[name].source)
+    # What a lazy piece defines is known inside of it only.
+    lazy = r"^(local function (\w+)\(\.\.\.\)\n).*?^return \2\(\.\.\.\)\nend\n"
+    plain, num_lazy = re.subn(lazy, r"\1", source, flags=re.MULTILINE | re.DOTALL)
+    assert num_lazy == len(load_scripts()[name].header.lazily)
+    check_calls(plain)
+    check_calls(source)
+
+
+def check_calls(source: str) -> None:
     source = re.sub(r"'[^']*'", "''", source)
     called = set(re.findall(r"(?<![\w.:])([a-z_]+)\(", source))
     defined = set(re.findall(r"local function ([a-z_]+)", source)) | {"call"}

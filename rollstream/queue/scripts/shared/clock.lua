@@ -6,13 +6,15 @@ local function now_ms()
 end
 
 -- run: state, lease_ms, clock, clock_tick, paused_total, paused_at of `m`.
--- Returns the queue clock, the run clock (the same without paused time), and whether TIME jumped.
+-- Returns the queue clock, the run clock (the same without paused time), whether TIME jumped, and
+-- TIME.
 local function clock_of(run)
   local half = math.floor(tonumber(run.lease_ms) / 2)
-  local step = now_ms() - tonumber(run.clock_tick)
+  local now = now_ms()
+  local step = now - tonumber(run.clock_tick)
   local jumped = step < 0 or step > half
   step = math.max(0, math.min(step, half))
   local clock = tonumber(run.clock) + step
   local at = run.state == 'paused' and tonumber(run.paused_at) or clock
-  return clock, at - tonumber(run.paused_total), jumped
+  return clock, at - tonumber(run.paused_total), jumped, now
 end

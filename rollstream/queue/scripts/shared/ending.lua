@@ -1,38 +1,11 @@
 -- ending: a group ends as acked or dropped, and nothing of it is left.
--- uses: wake frontier groups damage types
-local CHUNK = 512       -- Lua unpacks at most some thousands of values
+-- uses: wake frontier groups damage types taking entries
+-- gives: end_group
 local PAST_LENGTH = 1000
 local PAST_MEMBERS = 8  -- members whose header and error a drop's record keeps
 
--- Takes members `first` to `last` (CHUNK at most) from their sets; returns those without an end.
-local function take_out_some(gid, g, first, last)
-  local names = {}
-  for i = first, last do names[#names + 1] = 'f' .. i; names[#names + 1] = 't' .. i end
-  local values, members, waiting, leased = call('HMGET', g, unpack(names)), {}, {}, {}
-  for i = first, last do
-    local final, token = values[2 * (i - first) + 1], values[2 * (i - first) + 2]
-    if not final then
-      members[#members + 1] = i
-      waiting[#waiting + 1] = gid .. ':' .. i
-      if token then leased[#leased + 1] = gid .. ':' .. i .. ':' .. token end
-    end
-  end
-  -- Each of them is in exactly one set: what was found need not be looked for elsewhere.
-  local left = #waiting
-  if #leased > 0 then left = left - call('ZREM', K .. 'l', unpack(leased)) end
-  for _, set in ipairs({'q', 's', 'd'}) do
-    if left > 0 then left = left - call('ZREM', K .. set, unpack(waiting)) end
-  end
-  return members
-end
-
 local function take_out_members(gid, g, n)
   for first = 0, n - 1, CHUNK do take_out_some(gid, g, first, math.min(first + CHUNK, n) - 1) end
-end
-
-local function remove_entry(stream, consumers, message)
-  call('XACK', K .. stream, consumers, message)
-  call('XDEL', K .. stream, message)
 end
 
 local function remember_drop(gid, g, row, reason, detail)
@@ -91,7 +64,10 @@ end
 
 -- What a group is taken out of, and where that is counted.
 local PLACES = ' q s d l full ready age dl c vanished'
-local are_places_ours = false
+-- By the group's state; whoever ends one without a hash looks everywhere.
+local PLACES_OF = {open = 'q s d l age dl', full = 'full age', ready = 'ready age',
+                   delivered = 'ready'}
+local are_ours = {} -- what was checked already: most calls end many groups alike
 
 -- Takes a live group from everywhere that refers to it, but for the set of live groups.
 local function take_out_group(gid, g, row, no_traces)
@@ -116,17 +92,27 @@ local function take_out_group(gid, g, row, no_traces)
   if row.state == 'open' or not row.state then call('ZREM', K .. 'dl', gid) end
 end
 
--- Ends a live group; false where it is not live, else its size. `keep_id` leaves its id free to
--- come again; `no_traces`: its hash vanished, and what was left of it is taken out.
-local function end_group(gid, outcome, reason, detail, keep_id, no_traces)
-  local evaluation = is_evaluation(gid)
-  if not are_places_ours then
-    check_types('cur past room' .. PLACES)
-    are_places_ours = true
+local function live_set(gid) return K .. (is_evaluation(gid) and 'ge' or 'gs') end
+
+-- What is to be known of a group before it ends; refuses what could not be taken back.
+local function before_end(gid, outcome)
+  local row = read_group(group_key(gid), 'state', 'n', 'full_id', 'ready_id', 'why')
+  local state = row.state or ''
+  if are_ours[state] ~= outcome and (row.state or call('SISMEMBER', live_set(gid), gid) == 1) then
+    check_types((outcome == 'dropped' and 'past c cur room ' or 'c cur room ')
+      .. (PLACES_OF[state] or PLACES))
+    are_ours[state] = outcome
   end
-  if call('SREM', K .. (evaluation and 'ge' or 'gs'), gid) == 0 then return false end
-  local g = group_key(gid)
-  local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'why')
+  return row
+end
+
+-- Ends a live group; false where it is not live, else its size. `keep_id` leaves its id free to
+-- come again; `no_traces`: its hash vanished, and what was left of it is taken out; `row`: of
+-- `before_end`, where that was called before.
+local function end_group(gid, outcome, reason, detail, keep_id, no_traces, row)
+  row = row or before_end(gid, outcome)
+  if call('SREM', live_set(gid), gid) == 0 then return false end
+  local g, evaluation = group_key(gid), is_evaluation(gid)
   take_out_group(gid, g, row, no_traces)
   if outcome == 'dropped' then remember_drop(gid, g, row, reason, detail) end
   call('UNLINK', g, body_key(gid))

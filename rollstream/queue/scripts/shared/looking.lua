@@ -3,7 +3,8 @@
 -- `cursor` of the run says where it stands: a stage and a cursor. A group whose hash is gone is named
 -- in `vanished` first, then its members are taken out, and only then it ends: it is live until
 -- nothing of it is left, so its id cannot come again too early.
--- uses: ending control streams
+-- uses: ending control streams damage
+-- gives: look
 local LOOK_BUDGET, LOOK_PAGE = 256, 64 -- groups, entries and members a sweep; a page of them
 local NEXT_STAGE = {gs = 'ge', ge = 'full', full = 'ready', ready = 'l', l = 'q', q = 's', s = 'd',
                     d = 'vanished'}
@@ -69,7 +70,7 @@ local function look_at_group(gid)
   local g = group_key(gid)
   local row = read_group(g, 'state', 'n', 'left', 'failed', 'parked', 'full_id', 'ready_id')
   if not row.state then
-    type_of(g)
+    call('UNLINK', g) -- another program's, or what is left of a hash
     if call('HEXISTS', K .. 'vanished', gid) == 1 then return 0 end
     call('HSET', K .. 'vanished', gid, was_delivered(gid) and 'delivered' or 'open')
     return 2
@@ -152,13 +153,12 @@ local function look_at_page(stage, cursor)
   return look_at_members(stage, cursor)
 end
 
--- Does some pages of the walk, which begins anew every `period`; true where it is not at its end.
-local function look(clock, period)
+-- Does some pages of the walk, which begins anew where there is none; returns whether it is not at its
+-- end, and how many groups it ended.
+local function look(clock)
   is_walk_new = false
-  local run = read(M, 'cursor', 'cursor_clock')
-  local place = run.cursor
+  local place = call('HGET', M, 'cursor')
   if not place then
-    if clock - tonumber(run.cursor_clock or 0) < period then return false end
     place = 'gs 0'
     call('HSET', M, 'cursor_clock', int(clock))
   end
@@ -179,11 +179,11 @@ local function look(clock, period)
     call('HSET', M, 'done', 0)
     announce('epoch', call('HINCRBY', M, 'epoch', 1))
   end
-  if is_walk_new then return true end
+  if is_walk_new then return true, num_vanished end
   if stage then
     call('HSET', M, 'cursor', stage .. ' ' .. cursor)
   else
     call('HDEL', M, 'cursor')
   end
-  return stage ~= nil
+  return stage ~= nil, num_vanished
 end

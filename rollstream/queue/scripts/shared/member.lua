@@ -1,22 +1,9 @@
--- member: how a member fails for good, and how a group becomes full.
--- uses: groups damage types
-
-local function group_full(gid, g)
-  local row = call('HMGET', g, 'n', 'bytes')
-  -- The sizes are for readers, who bound what one round trip asks for.
-  local message = call('XADD', K .. 'full', '*', 'g', gid, 'n', row[1], 'b', row[2] or 0,
-    'p', call('HSTRLEN', g, 'prompt'))
-  local removed = redis.pcall('ZREM', K .. 'dl', gid) -- only an open group has a deadline
-  if type(removed) == 'table' then
-    call('XDEL', K .. 'full', message)
-    error(removed.err)
-  end
-  call('HSET', g, 'state', 'full', 'full_id', message)
-end
+-- member: how a member fails for good.
+-- uses: filling groups damage types
+-- gives: fail_member
 
 -- Members of a group failed for good; the caller took them from their sets, and checked `FAILING`
 -- before.
-local FAILING = 'full dl c'
 local function fail_members(gid, g, members, reason, text)
   if #members == 0 then return end
   local ends, flags, parked = {}, {}, {}
@@ -40,8 +27,4 @@ end
 
 local function fail_member(gid, g, i, reason, text)
   if call('HEXISTS', g, 'f' .. i) == 0 then fail_members(gid, g, {i}, reason, text) end
-end
-
-local function too_large_text(size, max_bytes)
-  return int(size) .. ' bytes, allowed are ' .. int(max_bytes)
 end

@@ -1,6 +1,7 @@
 -- rewinding: drops what a rewind left live against its checkpoint, a page a call: thousands of groups
 -- keep nobody waiting. `rewinding` of the run says where the next page begins; absent, all is done.
 -- uses: ending
+-- gives: drop_rewound
 local REWIND_PAGE, REWIND_MEMBERS, REWIND_SCANS = 64, 512, 8 -- groups, their members, looks at a set
 
 -- Returns how many were seen, how many lay beyond the window, and whether there is more to drop.
