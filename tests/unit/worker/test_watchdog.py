@@ -85,11 +85,19 @@ def test_c_code_that_keeps_the_interpreter_ends_the_process_with_its_stacks() ->
 
 def test_a_process_that_was_frozen_for_longer_than_the_limit_goes_on() -> None:
     # Its loop is busy with its own work before and after: the watchdog looks again before it turns.
-    body = "until = time.process_time() + 0.3\nwhile time.process_time() < until: pass"
-    with a_process(body, limit_s=1.5) as process:
-        time.sleep(0.1)
+    body = """
+print("busy", flush=True)
+last = time.monotonic()
+while (now := time.monotonic()) - last < 2:
+    last = now
+until = time.process_time() + 0.1
+while time.process_time() < until: pass
+"""
+    with a_process(body, limit_s=3) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "busy\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(4)
         process.send_signal(signal.SIGCONT)
         said, errors = process.communicate(timeout=45)
     assert (process.returncode, said) == (0, "done\n"), errors
