@@ -5,7 +5,7 @@
 -- member: -
 -- answer: enqueued acked dropped live problem*
 -- repeat: the same answer
--- uses: frontier
+-- uses: frontier groups
 local MAX_PROBLEMS = 20
 local problems = {}
 
@@ -77,6 +77,7 @@ local function check_group(gid, training)
   local g = group_key(gid)
   local row = read(g, 'state', 'n', 'left', 'failed', 'full_id', 'ready_id')
   if not row.state then return problem('a live group without a hash:', gid) end
+  if not is_size(row.n) then return problem('n of', gid, 'is', row.n or 'missing') end
   if training and not run.rewinding and is_terminal(tonumber(gid), frontier, base) then
     problem('live and terminal:', gid)
   end

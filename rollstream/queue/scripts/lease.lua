@@ -126,6 +126,7 @@ local function lease_group(gid)
     names[#names + 1] = 'k' .. i
   end
   local values = group_values(g, unpack(names))
+  if not is_size(values[2]) then values[1] = nil end
   if not values[1] and not repeated then met_vanished(gid) end
   if values[1] ~= 'open' then return nil end
   local deadline, timeout_ms = tonumber(values[3]), tonumber(values[4])

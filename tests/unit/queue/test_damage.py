@@ -365,3 +365,22 @@ def test_a_result_for_lost_results_is_not_counted_as_whole(bench: Bench) -> None
     assert [x.left for x in bench.call(calls.complete([Completion(b, b"h", b"b")]))] == [1]
     bench.advance(7500)
     bench.complete([c])
+
+
+# --- a hash that is not whole --------------------------------------------------------------------
+@pytest.mark.parametrize("state", ["queued", "open", "ready", "delivered"])
+@pytest.mark.parametrize("size", ["1e15", "9" * 400, "0", "x", None])
+def test_a_group_of_an_impossible_size_ends_and_comes_again(state: str, size: str | None) -> None:
+    """A script that loops over its members would keep the server from everybody."""
+    bench = fake_bench()
+    bench.connect()
+    bench.bring(0, state)
+    if size is None:
+        bench.client.hdel(f"{bench.key}g:0", "n")
+    else:
+        bench.client.hset(f"{bench.key}g:0", "n", size)
+    problems = bench.call(calls.audit(deep=True)).problems
+    assert f"n of 0 is {size or 'missing'}" in problems
+    assert bench.call(calls.requeue("0", 0, "x")) == "gone"
+    bench.call(calls.withdraw("0"))
+    _drain(bench, 2)
