@@ -149,6 +149,15 @@ local function forget_absent()
   end
 end
 
+-- A lease that was made shorter: nobody beats those of a worker that died before.
+local function shorten_leases()
+  local latest = int(clock + lease_ms)
+  local long = call('ZRANGEBYSCORE', K .. 'l', '(' .. latest, '+inf', 'LIMIT', 0, page)
+  for _, lease_id in ipairs(long) do call('ZADD', K .. 'l', latest, lease_id) end
+  full_page(#long, page)
+end
+
+shorten_leases()
 local in_grace = clock < grace_until
 local expired = in_grace and 0 or expire_leases()
 local promoted = full_page(promote(clock, page), page)

@@ -392,3 +392,16 @@ def test_a_suspect_that_comes_back_stays_a_suspect(bench: Bench) -> None:
     bench.fail(bench.lease()[0], Report.RETRY, delay_s=1.0)
     bench.advance(1000)
     assert bench.where(0, 0) == "s"
+
+
+def test_a_lease_of_a_dead_worker_ends_in_time_after_leases_became_shorter() -> None:
+    bench = fake_bench()
+    bench.call(calls.set_budget("lease_ms", 3_600_000))
+    bench.enqueue(0, n=2)
+    bench.lease("dead")
+    bench.call(calls.set_budget("lease_ms", 1000))
+    bench.budgets["lease_ms"] = 1000
+    bench.advance(2001)
+    assert bench.counters()["crashes"] == 2
+    assert len(bench.lease("healthy")) == 2
+    bench.audit()
