@@ -53,11 +53,21 @@ def redis_url_problem(url: str) -> str:
         _ = parts.port
     except ValueError:
         return f"a URL whose port is a number up to 65535; {_ENCODED}"
+    if not _is_host(parts.hostname):
+        return f"a URL whose host is a name or an address; {_ENCODED}"
     if parts.fragment or "@" in parts.path:
         return f"a URL without # and with one @; {_ENCODED}"
     if parts.scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path):
         return "a URL whose path is the number of a database (redis://host:port/0)"
     return _query_problem(parts.scheme, parts.query)
+
+
+def _is_host(host: str | None) -> bool:
+    """Return whether a name can be looked up: no part of it is empty or longer than 63."""
+    try:
+        return (host or "").encode("idna") is not None
+    except UnicodeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +137,9 @@ def with_sentinels(url: str, sentinels: str) -> str:
 def _sentinel_problem(url: str) -> str:
     try:
         read = read_sentinel_url(url)
-        if read is None or any(not 0 < port < 65536 for _, port in read.sentinels):
+        if read is None or not all(
+            0 < port < 65536 and _is_host(host) for host, port in read.sentinels
+        ):
             raise ValueError
         _ = urlsplit(read.server_url).port
     except ValueError:

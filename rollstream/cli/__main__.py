@@ -7,6 +7,7 @@ is called: `--help` answers at once, and `worker` brings its own world.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -171,14 +172,20 @@ def _server_options() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0.1 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 86400")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if not 1 <= value <= 1000:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and 1000")
     return value

@@ -30,6 +30,7 @@ class Read(Generic[T]):
     parse: Callable[[list[Any]], T]
 
 
+_MAX_MS_DIGITS = 20
 _MAX_N_DIGITS = 6
 """Of the size of a group; a longer one is damage, and would ask for a million fields."""
 
@@ -151,6 +152,17 @@ def stream_unix_s(message_id: str) -> float:
     return int(message_id.partition("-")[0]) / 1000 if message_id else 0.0
 
 
+def _seconds(milliseconds: str) -> float:
+    """Return milliseconds in seconds.
+
+    Raises:
+        ValueError: no number, or a larger one than any clock shows: it is damage.
+    """
+    if len(milliseconds) > _MAX_MS_DIGITS:
+        raise ValueError(f"{milliseconds[:_MAX_MS_DIGITS]}… ms")
+    return int(milliseconds) / 1000
+
+
 # --- the run -------------------------------------------------------------------------------------
 def info(prefix: str, run: str) -> Read[RunInfo | None]:
     """Read what the run is; None where there is no such run.
@@ -183,7 +195,7 @@ def _parse_info(run: str, reply: Any) -> RunInfo | None:
         version=int(m["version"]),
         capacity=int(m["cap"]),
         window=int(m["W"]),
-        lease_s=int(m["lease_ms"]) / 1000,
+        lease_s=_seconds(m["lease_ms"]),
         max_attempts=int(m["max_attempts"]),
         max_crashes=int(m["max_crashes"]),
         max_stale=int(m.get("max_stale", -1)),

@@ -161,11 +161,11 @@ def test_commands_refuse_a_timeout_that_is_none(
     with pytest.raises(SystemExit) as end:
         main(["runs", f"--timeout-s={value}"])
     assert end.value.code == 2
-    assert "--timeout-s" in capsys.readouterr().err
+    assert f"--timeout-s: {value} is not between 0.1 and 86400" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["stats", "audit"])
-@pytest.mark.parametrize("damage", ["another kind", "a counter that is none"])
+@pytest.mark.parametrize("damage", ["another kind", "a counter that is none", "a huge lease"])
 def test_commands_say_in_one_line_that_a_run_is_damaged(
     run: Backstage, valkey_url: str, capsys: pytest.CaptureFixture[str], command: str, damage: str
 ) -> None:
@@ -173,6 +173,8 @@ def test_commands_say_in_one_line_that_a_run_is_damaged(
     if damage == "another kind":
         run.queue.client.delete(counters)
         run.queue.client.set(counters, "x")
+    elif damage == "a huge lease":
+        run.queue.client.hset(f"{run.queue.prefix}m", "lease_ms", "9" * 400)
     else:
         run.queue.client.hset(counters, "acked", "x")
     argv = (command, "--json", "--redis", valkey_url, "--run", run.queue.run)
