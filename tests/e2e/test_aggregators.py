@@ -17,7 +17,7 @@ from .fleet import a_fleet, all_ended, until
 from .scene import N, run
 
 __all__ = ["run"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 POISON, GROUPS = 2, 6
 
 

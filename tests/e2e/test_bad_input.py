@@ -25,7 +25,7 @@ from rollstream.wire import encode_prompt
 from tests.builders import a_prompt, budgets
 from worker import app as worker_app
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 LIMIT_S, START_S, STUCK_S = 10.0, 2.0, 60.0
 EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_MISMATCH = 2, 3, 4

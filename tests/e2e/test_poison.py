@@ -19,7 +19,7 @@ from .scene import N, enqueue, options, run, sim
 
 __all__ = ["options", "run", "sim"]
 POISON, MEMBER, GROUPS = 2, 1, 6
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 async def enqueue_all(run: Run, **deed: Any) -> None:

@@ -28,7 +28,7 @@ def a_checkpoint(history: list[int], done: set[int] | None = None) -> Checkpoint
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1])
 def test_every_prompt_is_trained_once_in_the_surviving_history_whatever_is_killed(
     vocabulary: Path, seed: int

@@ -21,7 +21,7 @@ from .fleet import a_fleet, all_ended, until
 from .scene import LEASE_S, N, enqueue, options, run, sim
 
 __all__ = ["options", "run", "sim"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def starts(journal: Path) -> Counter[str]:
