@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from rollstream.batch import Batch
 from rollstream.control import PauseMode
+from rollstream.errors import StreamError
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted
 from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
@@ -41,6 +42,7 @@ class AsyncGroupStream:
         self._stream = stream
         self._waiting = ThreadPoolExecutor(1, "rollstream-wait")
         self._doing = ThreadPoolExecutor(1, "rollstream-call")
+        self._closed = False
 
     @classmethod
     async def connect(
@@ -79,8 +81,12 @@ class AsyncGroupStream:
 
     async def aclose(self) -> None:
         """Close every connection and end the threads; unacked groups stay for the next trainer."""
+        if self._closed:
+            return
+        closing = self._doing.submit(self._stream.close)
+        self._closed = True
         try:
-            await self._do(self._stream.close)
+            await asyncio.wrap_future(closing)
         finally:
             self._waiting.shutdown(wait=False)
             self._doing.shutdown(wait=False)
@@ -114,12 +120,13 @@ class AsyncGroupStream:
 
     async def next_batch(self, groups: int, timeout_s: float) -> Batch | None:
         """Return the next batch, or None where the run is over."""
+        self._refuse_if_closed()
         handover = _Handover(self._stream)
         try:
             return await asyncio.wrap_future(self._waiting.submit(handover.wait, groups, timeout_s))
         except asyncio.CancelledError:
             batch = handover.refuse()
-            if batch is not None:
+            if batch is not None and not self._closed:
                 # By the thread that waits, so that it is back before the next wait begins.
                 self._waiting.submit(self._stream.take_back, batch)
             raise
@@ -161,8 +168,13 @@ class AsyncGroupStream:
         return await self._do(self._stream.metrics)
 
     async def _do(self, action: Callable[[], T]) -> T:
+        self._refuse_if_closed()
         # Shielded by the thread: a cancelled caller leaves the call to its end, which may repeat.
         return await asyncio.wrap_future(self._doing.submit(action))
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise StreamError("the stream was closed")
 
 
 class _Handover:

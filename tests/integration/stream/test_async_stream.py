@@ -136,3 +136,16 @@ async def test_async_connect_that_is_cancelled_leaves_no_trainer_behind(
             assert next(stream.batches(groups=1)).group_indexes == [0]
         told = run.queue.client.xrange(f"{run.queue.prefix}ctl")
         assert [fields[b"op"] for _, fields in told] == [b"connect"]
+
+
+async def test_async_stream_that_was_closed_says_so_and_may_be_closed_again(
+    run: Backstage, valkey_url: str
+) -> None:
+    stream = await AsyncGroupStream.connect(valkey_url, run=run.queue.run)
+    waiting = asyncio.create_task(stream.next_batch(1, 30))
+    await asyncio.sleep(0)
+    await stream.aclose()
+    await stream.aclose()
+    for call in (stream.pause(), stream.metrics(), stream.next_batch(1, 1), waiting):
+        with pytest.raises(StreamError, match="the stream was closed"):
+            await call
