@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from rollstream.config import Loaded, run_app
+from rollstream.config import EXIT_CONFIG, Loaded, run_app
 
 FORCE = "--fresh=force"
 FRESH = ("--fresh", FORCE)
@@ -19,6 +19,10 @@ def main() -> int:
     name = __package__ or "producer"
     prog = "rollstream producer" if name.startswith("rollstream.") else f"python -m {name}"
     argv = sys.argv[1:]
+    for arg in argv:
+        if arg.startswith("--fresh") and arg not in FRESH:
+            sys.stderr.write(f"{prog}: error: {arg}: expected {' or '.join(FRESH)}\n")
+            return EXIT_CONFIG
     asked = [arg for arg in argv if arg in FRESH]
     rest = [arg for arg in argv if arg not in FRESH]
     return run_app(functools.partial(_run, fresh=asked[-1] if asked else ""), prog, rest)

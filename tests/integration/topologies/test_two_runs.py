@@ -166,6 +166,16 @@ def test_fresh_leaves_a_run_in_use_unless_it_is_forced(
     assert old.queue.depths()["live"] == 5
 
 
+def test_fresh_with_another_word_than_force_is_refused_by_name(
+    old: Old, valkey_url: str, run_name: str, tmp_path: Path
+) -> None:
+    before = old.backstage.keys()
+    code, said = produce(tmp_path, valkey_url, run_name, "--fresh=yes")
+    assert code == 2
+    assert "--fresh=yes: expected --fresh or --fresh=force" in said
+    assert old.backstage.keys() == before
+
+
 def test_a_wrong_row_leaves_the_old_run_as_it_is(
     old: Old, valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:
