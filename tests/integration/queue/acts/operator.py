@@ -60,9 +60,12 @@ class OperatorActs(ServerActs):
             keys.append(f"{self.key}b:{gid}")
         self.client.delete(*keys)
         self.vanished.add(gid)
-        if gid.isdecimal() and self.chance(0.4):
-            self.scan = int(gid)  # a producer comes by before anybody noticed
         self.look()
+        if gid.isdecimal() and self.chance(0.4):
+            # A second producer comes by before anybody noticed; this one's scan stays where it is.
+            place, self.scan = self.scan, int(gid)
+            self.enqueue_one(2)
+            self.scan = place
         self.stats[f"dangling {state}"] += 1
 
     def abort(self) -> None:
