@@ -254,8 +254,9 @@ class Shift:
             log.warning("result_has_no_wire_form", lease=work.lease.id, error=str(error))
             self._end(work, _unsendable(ending, f"the result has no wire form: {error}"))
             return
-        if len(body) > self._view.max_body_bytes:
-            message = f"{len(body)} bytes; worker.max_body_bytes is {self._view.max_body_bytes}"
+        size = len(header) + len(body) + len(text)
+        if size > self._view.max_body_bytes:
+            message = f"{size} bytes; worker.max_body_bytes is {self._view.max_body_bytes}"
             self._end(work, _too_large(ending, message))
             return
         if self._close(work):

@@ -137,6 +137,9 @@ async def test_result_over_the_limit_never_reaches_redis_and_its_group_says_why(
             await run.enqueue(0, 2)
             await run.enqueue(1, 2)
             parts = run.worker(generate=generate, slots=4)
+            info = await run.queue.info()
+            assert info is not None
+            parts.view.opened(info)  # as the app does before its first lease
             parts.start()
             await wait_until(lambda: run.counter("dropped:too_large"))
             await run.ready(1)

@@ -153,12 +153,14 @@ async def test_hung_threads_leave_room_up_to_the_limit_and_are_reused_after() ->
 
 async def test_a_thread_that_nobody_waits_for_counts_as_hung_until_it_returns() -> None:
     threads, release = Threads(limit=3), threading.Event()
+    entered: list[int] = []
 
     def stuck() -> None:
+        entered.append(1)
         release.wait()
 
     given_up, waited_for = threads.submit(stuck), threads.submit(stuck)
-    while threads.num_running < 2:
+    while len(entered) < 2:
         await asyncio.sleep(0.001)
     given_up.cancel()
     await asyncio.sleep(0)

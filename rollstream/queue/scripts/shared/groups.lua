@@ -1,5 +1,5 @@
 -- groups: the hash of a group, which may be gone (`damage`), or replaced by another program's key.
-local MAX_N = 4096
+local MAX_N = 8192 -- twice what a producer enqueues
 
 -- Whether a group can have so many members. Any other size is damage, and a loop over it would keep
 -- the server from everybody.
