@@ -221,7 +221,7 @@ async def test_a_worker_whose_memory_is_used_up_gives_back_and_ends_to_be_starte
         await enqueue(run, 0, deed="eat_to_limit", members=[1])
         await enqueue(run, 1, takes_s=3)
         await all_ended(run, 1, 1, fleet, timeout_s=100)
-        assert len(fleet.ends) >= 2
+        # How many of the attempts fell into one process depends on who was faster.
         assert set(fleet.ends) == {EXIT_STALLED}, fleet.logs()
     (drop,) = await run.queue.past()
     reason, text = drop["errors"][1]
