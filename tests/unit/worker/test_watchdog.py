@@ -86,8 +86,8 @@ def test_c_code_that_keeps_the_interpreter_ends_the_process_with_its_stacks() ->
 def test_a_process_that_was_frozen_for_longer_than_the_limit_goes_on() -> None:
     # Its loop is busy with its own work before and after: the watchdog looks again before it turns.
     body = """
+last = time.monotonic()  # before it says so: the freeze may come at once
 print("busy", flush=True)
-last = time.monotonic()
 while (now := time.monotonic()) - last < 2:
     last = now
 until = time.process_time() + 0.1
