@@ -55,10 +55,11 @@ def wait_for_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 class Sim:
     """The simulated engine on a port of its own, which it keeps through a restart."""
 
-    def __init__(self, folder: Path, vocabulary: Path) -> None:
+    def __init__(self, folder: Path, vocabulary: Path, latency_s: float = 0.25) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._vocabulary, self._log = vocabulary, folder / "sim.log"
+        self._latency_s = latency_s
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -66,7 +67,7 @@ class Sim:
         self.process = start(
             "worker.engines.sim",
             *("--port", str(self.port), "--tokenizer", str(self._vocabulary)),
-            *("--latency-median-s", "0.25", "--latency-sigma", "0.3"),
+            *("--latency-median-s", str(self._latency_s), "--latency-sigma", "0.3"),
             log=self._log,
         )
         wait_for_url(f"{self.url}/model_info", self.process, self._log)

@@ -92,10 +92,19 @@ async def test_members_of_a_killed_worker_are_run_again_and_every_group_lands_on
     assert "rollout_concurrency_limit 12.0" in text
 
 
+@pytest.fixture
+def slow_sim(tmp_path: Path, vocabulary: Path) -> Iterator[Sim]:
+    """An engine that answers nothing while a test lasts."""
+    engine = Sim(tmp_path, vocabulary, latency_s=600)
+    engine.start()
+    yield engine
+    engine.kill()
+
+
 async def test_sigterm_gives_back_what_runs_without_charging_it_and_says_goodbye(
-    run: Run, options: Options, tmp_path: Path
+    run: Run, options: Options, slow_sim: Sim, tmp_path: Path
 ) -> None:
-    with workers(tmp_path, 1, options(run.url)) as (one,):
+    with workers(tmp_path, 1, options(run.url, engine__urls=slow_sim.url)) as (one,):
         await enqueue(run, 4)
         await leased(run, 16)
         one.process.send_signal(signal.SIGTERM)
