@@ -38,9 +38,10 @@ SOCKET_TIMEOUT_S = 10.0
 MAX_BLOCK_S = 5.0
 MAX_WAKE_S = 0.5
 """Bound of one wait for a wake-up token: what a lost token costs."""
-_PASSING = ("BUSY ", "MISCONF ", "NOREPLICAS ", "TRYAGAIN ")
+_PASSING = re.compile(r"(?:^|: -)(?:BUSY|MISCONF|NOREPLICAS|TRYAGAIN) ")
 """Refusals that are about the server and not about the command: somebody's slow script, a full
-disk, a replica that is away, a slot on the move. redis-py has no class of its own for them."""
+disk, a replica that is away, a slot on the move. redis-py has no class of its own for them, and
+Redis 6.2 wraps what a script met (`Error running script …: -NOREPLICAS …`)."""
 _FORBIDDEN = re.compile(r"ACL failure in script|executing the script can't (run|access)")
 """How a server says, inside a script, that the user may not do what a command does."""
 _READ_BYTES = 1 << 16
@@ -201,7 +202,7 @@ def raise_first(replies: Iterable[Any]) -> None:
     for reply in replies:
         if isinstance(reply, NoScriptError):  # it was loaded a moment ago
             raise RedisConnectionError("the server forgot a script between two calls") from reply
-        if isinstance(reply, ResponseError) and str(reply).startswith(_PASSING):
+        if isinstance(reply, ResponseError) and _PASSING.search(str(reply)):
             raise RedisConnectionError(str(reply)) from reply
         if isinstance(reply, ResponseError) and _FORBIDDEN.search(str(reply)):
             raise NoPermissionError(str(reply)) from reply
