@@ -14,7 +14,7 @@ WRAPPED = (
 
 
 @pytest.mark.parametrize("word", ["BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN"])
-@pytest.mark.parametrize("form", ["{} by its own words", WRAPPED])
+@pytest.mark.parametrize("form", ["{} in its words", WRAPPED])
 def test_refusal_that_passes_is_an_outage_wrapped_or_not(word: str, form: str) -> None:
     with pytest.raises(exceptions.ConnectionError, match=word):
         raise_first([b"fine", exceptions.ResponseError(form.format(word))])
