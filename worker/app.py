@@ -33,7 +33,8 @@ from .engines.pool import EnginePool
 from .generate.finish import finish
 from .groups import GroupBook
 from .heart import LOST, OVER, Heart, Role, RunView
-from .rollout import OUT_OF_MEMORY, Rollout
+from .memory import MEMORY
+from .rollout import Rollout
 from .shift import Shift, ShiftLimits, new_incarnation
 from .startup import build_scorers, env_judges, env_runtimes
 from .telemetry.gc_policy import GcPolicy
@@ -42,7 +43,7 @@ from .telemetry.pulse import Pulse
 from .telemetry.server import TelemetryServer
 from .tito.backend import RenderersBackend
 from .tito.load import render_prompt
-from .watchdog import Stalled, Watchdog, memory_is_short
+from .watchdog import Stalled, Watchdog
 
 REACH_S = 5.0
 """How long start-up tries to reach Redis, and then an engine."""
@@ -237,6 +238,8 @@ class Worker:
         )
         watchdog.start()
         self._closing.callback(watchdog.stop)
+        MEMORY.keep(lambda: self._give_up("memory is used up: a function raised MemoryError"))
+        self._closing.callback(MEMORY.release)
         self._spawn(self._pulse.run())
         self._spawn(self._look_at_itself())
         self._spawn(self._gc.run(self._is_idle))
@@ -331,10 +334,6 @@ class Worker:
             said = min(said, hung)
             if hung >= THREADS.limit:
                 self._give_up(f"all {hung} threads are held by functions that do not return")
-            if OUT_OF_MEMORY.is_set():
-                OUT_OF_MEMORY.clear()
-                if memory_is_short():
-                    self._give_up("memory is used up: a function raised MemoryError")
 
     def _give_up(self, reason: str) -> None:
         """Stop as for a second signal: what runs is given back at once, uncharged."""

@@ -8,7 +8,6 @@ time (the shift cancels), never lets a user's exception out. Invariant: whatever
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -29,6 +28,7 @@ from rollstream.sample import Sample
 
 from .functions import describe
 from .groups import GroupBook, new_sample
+from .memory import MEMORY
 from .sampling import call_seed
 from .telemetry.spans import timed
 from .types import Engine, GenerateInput, GenerateOutput, Renderer
@@ -47,8 +47,6 @@ from .work import (
 Finish = Callable[[Sample, GenerateOutput], Trajectory]
 """Checks what a generate function returned and fills in what it left out (`generate.finish`)."""
 
-OUT_OF_MEMORY = threading.Event()
-"""Set when a user's function raised MemoryError; `app.py` looks whether the process is used up."""
 _SCORED = (Status.COMPLETED, Status.TRUNCATED)
 log = structlog.get_logger("worker")
 
@@ -180,7 +178,7 @@ class boundary:  # noqa: N801 - it reads as a statement: `with boundary(AgentFau
                 return
             raise self._kind("a CancelledError leaked out of the function") from None
         if isinstance(error, MemoryError):
-            OUT_OF_MEMORY.set()
+            MEMORY.ran_out()
             raise EnvFault(describe(error), retryable=True, detail="memory") from error
         if not isinstance(error, GeneratorExit):
             log.debug("fault", boundary=self._kind.__name__, exc_info=error)

@@ -38,7 +38,6 @@ TICK_S = 0.25
 MAX_FRAMES = 8
 SAY_S = 2.0
 """How long the last words may take: standard error may be what the loop waits for."""
-PROBE_BYTES = 64 << 20
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy", "IPython.core.debugger")
 
 log = structlog.get_logger("worker")
@@ -198,12 +197,3 @@ def _speak(words: Callable[[], None]) -> None:
 
 def _has_cpu_timer() -> bool:
     return hasattr(signal, "ITIMER_PROF") and hasattr(faulthandler, "register")
-
-
-def memory_is_short() -> bool:
-    """Whether this process cannot get even a little memory any more (it has a limit)."""
-    try:
-        bytearray(PROBE_BYTES)
-    except MemoryError:
-        return True
-    return False

@@ -226,8 +226,9 @@ async def test_a_worker_whose_memory_is_used_up_gives_back_and_ends_to_be_starte
     (drop,) = await run.queue.past()
     reason, text = drop["errors"][1]
     assert drop["group_index"] == "0"
-    # Without memory the process may also be unable to say so before its leases expire.
-    assert reason == "crashed" or (reason == "env_error" and "MemoryError" in text), drop["errors"]
+    assert (reason, "MemoryError" in text) == ("env_error", True), drop["errors"]
+    # Its neighbours in the process were given back by what was kept for that.
+    assert set(await charged(run)) == {"attempts", "member_failed:env_error"}
 
 
 async def test_a_worker_whose_threads_all_hang_says_so_and_ends_to_be_started_again(

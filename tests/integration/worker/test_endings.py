@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import worker.rollout
 from rollstream.errors import EngineFault, RewardFault
 from rollstream.group import PromptGroup, Trajectory
 from rollstream.queue import calls
 from tests.unit.worker.works import answer
+from worker.memory import MEMORY
 from worker.types import GenerateInput, GenerateOutput
 
 from .parts import Gate, Run, a_run, wait_until
@@ -201,12 +201,11 @@ async def test_a_memory_error_is_tried_again_and_makes_the_worker_look_at_itself
             raise MemoryError("cannot allocate")
         return GenerateOutput(answer(given))
 
-    worker.rollout.OUT_OF_MEMORY.clear()
+    before = MEMORY.num_errors
     await run.enqueue(1, 1)
     run.worker(generate=greedy).start()
     await run.ready(1)
 
     assert tried == [0, 0]
     assert await run.counter("attempts") == 1
-    assert worker.rollout.OUT_OF_MEMORY.is_set()
-    worker.rollout.OUT_OF_MEMORY.clear()
+    assert MEMORY.num_errors == before + 1

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples.devserver import die_with_parent
-from worker.watchdog import EXIT_STALLED, Watchdog, memory_is_short
+from worker.watchdog import EXIT_STALLED, Watchdog
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 0.6
@@ -151,17 +151,3 @@ async def test_a_loop_that_turns_is_watched_for_nothing_and_nothing_is_left(
     assert ended == []
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_memory_is_short_where_a_limit_leaves_nothing() -> None:
-    assert not memory_is_short()
-    limited = (
-        "import resource; from worker.watchdog import memory_is_short;"
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize();"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20),) * 2);"
-        "print(memory_is_short())"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", limited], capture_output=True, text=True, cwd=ROOT, check=True
-    )  # fmt: skip
-    assert said.stdout == "True\n"
