@@ -22,8 +22,9 @@ from typing import Any
 
 from examples.devserver import DevServer
 from rollstream.queue import calls
+from rollstream.queue.answers import Lease, LeaseAnswer
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import Completion, Lease, ScriptCall
+from rollstream.queue.calls import Completion, ScriptCall
 from rollstream.queue.fetch import MAX_TRIP_BYTES, first_trip
 from rollstream.queue.keys import MAX_COMPLETE_BYTES, MAX_LEASE, MAX_MEMBERS_A_CALL, SCHEMA
 from rollstream.queue.reads import StreamEntry
@@ -143,7 +144,7 @@ def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def leases_of(answer: calls.LeaseAnswer) -> list[Lease]:
+def leases_of(answer: LeaseAnswer) -> list[Lease]:
     return [member.lease for group in answer.groups for member in group.members]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollstream.queue.calls import StateAnswer
+from rollstream.queue.answers import StateAnswer
 
 
 @dataclass(slots=True)

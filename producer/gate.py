@@ -22,14 +22,8 @@ from redis.exceptions import ResponseError
 
 from rollstream.errors import RunFailed, RunLost
 from rollstream.link import OUTAGE, Link
-from rollstream.queue.calls import (
-    ControlAnswer,
-    ScriptCall,
-    end_of_data,
-    present,
-    state,
-    sweep,
-)
+from rollstream.queue.answers import ControlAnswer
+from rollstream.queue.calls import ScriptCall, end_of_data, present, state, sweep
 from rollstream.queue.queue import Queue
 
 from .frontier import Scan

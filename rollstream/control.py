@@ -14,7 +14,8 @@ from rollstream.errors import DropReason, RunFailed
 from rollstream.hold import Hold
 from rollstream.lineage import Fenced, RunMissing
 from rollstream.queue import calls
-from rollstream.queue.calls import ControlAnswer, ScriptCall
+from rollstream.queue.answers import ControlAnswer
+from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import StreamEntry
 
 PauseMode = Literal["keep", "abort"]

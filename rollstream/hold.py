@@ -77,10 +77,21 @@ class Hold:
         self.intake = Intake(queue, self.lineage, self.held, text=text)
         self.intake.rules = info.envs
         self.aborted_here = False
+        self.is_closed = False
         self.num_acked = 0
         self._num_batches = 0
         self._num_rollbacks = 0
         self._next_pulse_mono_s = 0.0
+
+    def close(self) -> None:
+        """Close every connection, and call nothing any more: a call would open one anew."""
+        self.is_closed = True
+        self.queue.close()
+
+    def refuse_if_closed(self) -> None:
+        """Raise StreamError where the stream was closed."""
+        if self.is_closed:
+            raise StreamError("the stream was closed")
 
     # --- the claim -----------------------------------------------------------------------------
     def pulse(self) -> None:
@@ -136,10 +147,11 @@ class Hold:
         Raises:
             ConsumerTaken: a later trainer took the run over.
             RunLost: there was no such run for `timeout_s`.
-            StreamError: Redis did not answer for `timeout_s`.
+            StreamError: Redis did not answer for `timeout_s`, or the stream was closed.
         """
         limit = time.monotonic() + timeout_s
         while True:
+            self.refuse_if_closed()
             trouble: Exception | None = None
             try:
                 with self.queue.within(limit - time.monotonic()):

@@ -18,7 +18,7 @@ from redis.exceptions import NoPermissionError
 from rollstream.errors import ConsumerTaken, RunLost, RunMismatch, StreamError
 from rollstream.frontier import TerminalIds
 from rollstream.queue import calls
-from rollstream.queue.calls import ControlAnswer
+from rollstream.queue.answers import ControlAnswer
 
 if TYPE_CHECKING:
     from rollstream.queue.blocking import BlockingQueue

@@ -25,8 +25,9 @@ from rollstream.errors import StreamError
 from rollstream.frontier import TerminalIds
 from rollstream.hold import Hold
 from rollstream.queue import calls
+from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import ControlAnswer, ScriptCall
+from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import OUTAGES, Interrupted, await_run, say_problems
 from rollstream.urls import redis_url_problem
@@ -66,7 +67,6 @@ class GroupStream:
         self._hold = hold
         self._lock = threading.RLock()
         self._iterating = threading.Lock()
-        self._closed = False
         self._wait_s = 0.0
 
     # --- life ----------------------------------------------------------------------------------
@@ -128,8 +128,7 @@ class GroupStream:
 
     def close(self) -> None:
         """Close every connection; groups that were not acked stay for the next trainer."""
-        self._closed = True
-        self._hold.queue.close()
+        self._hold.close()
 
     def __enter__(self) -> Self:
         return self
@@ -197,8 +196,7 @@ class GroupStream:
             wait = Wait(self._hold, groups, timeout_s)
             while True:
                 with self._lock:
-                    if self._closed:
-                        raise StreamError("the stream was closed")
+                    self._hold.refuse_if_closed()
                     if wait.step() or (wait.over and self._hold.buffer):
                         batch = self._hold.hand_out(groups, self.ack)
                         batch.wait_s = time.monotonic() - started
@@ -381,7 +379,7 @@ class GroupStream:
     def metrics(self) -> dict[str, float]:
         """Return figures of the run and of this stream for a tracker, all under `stream/`.
 
-        During an outage only what this process knows by itself.
+        During an outage, and behind `close`, only what this process knows by itself.
         """
         hold = self._hold
         figures: dict[str, float] = {
@@ -393,6 +391,8 @@ class GroupStream:
             "stream/unreadable": hold.intake.num_unreadable,
             "stream/rollbacks": hold.lineage.rollbacks,
         }
+        if hold.is_closed:
+            return figures
         try:
             with hold.queue.within(METRICS_TIMEOUT_S):
                 counters, depths = hold.queue.counters(), hold.queue.depths()

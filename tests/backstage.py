@@ -10,11 +10,16 @@ from typing import Any
 from rollstream.errors import DropReason
 from rollstream.group import Trajectory
 from rollstream.queue import calls
+from rollstream.queue.answers import Lease
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import Arg, Completion, Lease
+from rollstream.queue.calls import Arg, Completion
 from rollstream.queue.keys import MAX_MEMBERS_A_CALL, SCHEMA
+from rollstream.stream import GroupStream
 from rollstream.wire import encode_body, encode_header, encode_prompt, encode_text
 from tests.builders import a_prompt, a_sample, budgets
+
+Connect = Callable[..., GroupStream]
+"""Connects a trainer to the run of a test (the fixture `connect`)."""
 
 
 class Backstage:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from examples import vocabulary as vocabulary_file
 from examples.devserver import DevServer
+from rollstream.stream import GroupStream
+from tests.backstage import Connect
 
 if TYPE_CHECKING:
     from worker.tito.backend import RenderersBackend
@@ -43,3 +45,19 @@ def qwen3(vocabulary: Path) -> RenderersBackend:
     from worker.tito.load import load_renderer
 
     return load_renderer(vocabulary, "qwen3")
+
+
+@pytest.fixture
+def connect(valkey_url: str, run_name: str) -> Iterator[Connect]:
+    """Connect a trainer to the run of this test; its streams are closed at the end."""
+    streams: list[GroupStream] = []
+
+    def make(**options: Any) -> GroupStream:
+        given: dict[str, Any] = {"run": run_name, "connect_timeout_s": 3.0} | options
+        stream = GroupStream.connect(valkey_url, **given)
+        streams.append(stream)
+        return stream
+
+    yield make
+    for stream in streams:
+        stream.close()

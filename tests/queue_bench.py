@@ -15,8 +15,9 @@ import redis
 
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
+from rollstream.queue.answers import Lease, SweepAnswer
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import Arg, Completion, Lease, ScriptCall, SweepAnswer
+from rollstream.queue.calls import Arg, Completion, ScriptCall
 from rollstream.queue.keys import SCHEMA, SWEEP_PAGE
 from rollstream.queue.reads import StreamEntry
 from rollstream.queue.scripts import Script, load_scripts, make_script

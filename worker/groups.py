@@ -13,7 +13,7 @@ from typing import Any
 
 from rollstream.errors import ConfigError, EnvFault, RolloutFault, WireError
 from rollstream.group import PromptGroup, sample_index
-from rollstream.queue.calls import LeasedGroup
+from rollstream.queue.answers import LeasedGroup
 from rollstream.sample import Message, Prompt, Sample
 from rollstream.wire import decode_prompt
 

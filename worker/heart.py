@@ -21,7 +21,8 @@ import structlog
 
 from rollstream.link import OUTAGE, Link
 from rollstream.queue import calls
-from rollstream.queue.calls import BeatAnswer, ScriptCall, SweepAnswer
+from rollstream.queue.answers import BeatAnswer, SweepAnswer
+from rollstream.queue.calls import ScriptCall
 from rollstream.queue.keys import SWEEP_PAGE
 from rollstream.queue.queue import Queue
 from rollstream.queue.reads import RunInfo

@@ -23,7 +23,7 @@ from rollstream.errors import MemberReason, Report, StopReason, WireError
 from rollstream.group import Trajectory
 from rollstream.link import Link
 from rollstream.queue import calls
-from rollstream.queue.calls import LeasedGroup, LeasedMember
+from rollstream.queue.answers import LeasedGroup, LeasedMember
 from rollstream.queue.keys import MAX_LEASE
 from rollstream.queue.queue import Queue
 from rollstream.wire import encode_body, encode_header, encode_text

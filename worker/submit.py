@@ -22,7 +22,8 @@ from redis.exceptions import ResponseError
 from rollstream.errors import MemberReason, Report
 from rollstream.link import OUTAGE, Link
 from rollstream.queue import calls
-from rollstream.queue.calls import CompleteAnswer, Completion, ScriptCall
+from rollstream.queue.answers import CompleteAnswer
+from rollstream.queue.calls import Completion, ScriptCall
 from rollstream.queue.keys import MAX_COMPLETE_BYTES, MAX_MEMBERS_A_CALL
 from rollstream.queue.queue import Queue
 

@@ -23,7 +23,7 @@ from rollstream.errors import (
     report_of,
 )
 from rollstream.group import PromptGroup, Trajectory
-from rollstream.queue.calls import Lease
+from rollstream.queue.answers import Lease
 from rollstream.sample import Sample
 
 from .sampling import Sampling

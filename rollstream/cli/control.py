@@ -20,8 +20,8 @@ from rollstream.cli.exits import OK, PROBLEM, UNREACHABLE, USAGE, CommandError
 from rollstream.cli.reach import the_run
 from rollstream.cli.view import print_json
 from rollstream.queue import calls
+from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import ControlAnswer
 from rollstream.queue.keys import window_of
 from rollstream.queue.reads import RunInfo, StreamEntry
 

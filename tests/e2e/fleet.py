@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from tests.integration.worker.parts import Run
+from tests.integration.worker.parts import Run, wait_until
 from tests.integration.worker.processes import WorkerProcess
 
 POLL_S = 0.02
@@ -108,15 +107,7 @@ async def until(
     condition: Callable[[], Any], fleet: Fleet, *, timeout_s: float = 45.0, what: str
 ) -> Any:
     """Wait for a condition (sync or async); on failure say what the workers said."""
-    limit = time.monotonic() + timeout_s
-    while True:
-        answered = condition()
-        if asyncio.iscoroutine(answered):
-            answered = await answered
-        if answered:
-            return answered
-        assert time.monotonic() < limit, f"{what}: not within {timeout_s} s\n{fleet.logs()}"
-        await asyncio.sleep(POLL_S)
+    return await wait_until(condition, timeout_s=timeout_s, what=what, tell=fleet.logs)
 
 
 async def all_ended(run: Run, groups: int, dropped: int, fleet: Fleet, **wait: Any) -> None:

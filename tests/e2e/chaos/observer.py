@@ -19,8 +19,8 @@ from typing import Any
 import redis
 
 from rollstream.queue import calls
+from rollstream.queue.answers import AuditAnswer
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import AuditAnswer
 from rollstream.queue.keys import FULL_GROUP
 from rollstream.runs import OUTAGES
 

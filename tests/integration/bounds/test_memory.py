@@ -13,7 +13,8 @@ import redis
 from examples.devserver import DevServer
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Completion, Lease
+from rollstream.queue.answers import Lease
+from rollstream.queue.calls import Completion
 from tests.queue_bench import Bench
 
 N = 8

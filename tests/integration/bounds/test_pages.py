@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from rollstream.queue import calls
-from rollstream.queue.calls import Lease, RewindAnswer
+from rollstream.queue.answers import Lease, RewindAnswer
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage
 from tests.queue_bench import Bench, pack_ids

@@ -13,8 +13,9 @@ import redis
 from examples.devserver import DevServer
 from rollstream.errors import DropReason
 from rollstream.queue import calls
+from rollstream.queue.answers import Lease
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import Completion, Lease
+from rollstream.queue.calls import Completion
 from rollstream.queue.fetch import MAX_TRIP_BYTES
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.queue import Queue

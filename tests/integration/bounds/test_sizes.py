@@ -9,7 +9,7 @@ import redis
 
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Lease
+from rollstream.queue.answers import Lease
 from rollstream.stream import GroupStream
 from tests.integration.bounds.meter import Meter
 from tests.integration.worker.parts import a_run, wait_until

@@ -12,7 +12,7 @@ import pytest
 from rollstream.cli.__main__ import main
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Lease
+from rollstream.queue.answers import Lease
 from tests.backstage import Backstage
 
 Show = Callable[..., tuple[int, str]]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollstream.queue.calls import AuditAnswer
+from rollstream.queue.answers import AuditAnswer
 from rollstream.states import GroupState
 from tests.integration.queue.sight import Sight
 

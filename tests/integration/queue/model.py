@@ -19,8 +19,9 @@ import redis
 from rollstream.frontier import TerminalIds
 from rollstream.lineage import Lineage as Claim
 from rollstream.queue import calls
+from rollstream.queue.answers import Lease
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import Lease, ScriptCall
+from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import StreamEntry
 from rollstream.queue.scripts import Script
 from tests.integration.queue.effects import check_effects

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollstream.queue.calls import (
+from rollstream.queue.answers import (
     BeatAnswer,
     CompleteAnswer,
     ControlAnswer,
@@ -21,10 +21,10 @@ from rollstream.queue.calls import (
     LeasedGroup,
     LeasedMember,
     RewindAnswer,
-    ScriptCall,
     StateAnswer,
     SweepAnswer,
 )
+from rollstream.queue.calls import ScriptCall
 from rollstream.states import GroupState
 from tests.integration.queue.sight import Group, Sight
 from tests.queue_bench import unpack_ids

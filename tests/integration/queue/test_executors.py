@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from examples.devserver import DevServer, free_port
 from rollstream.queue import calls
+from rollstream.queue.answers import BeatAnswer
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.queue import Queue
@@ -93,7 +94,7 @@ async def test_a_cancelled_single_call_leaves_no_reply_for_another(queue: Queue)
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert await queue.call(calls.beat("w", [f"x{number}"])) == calls.BeatAnswer(
+        assert await queue.call(calls.beat("w", [f"x{number}"])) == BeatAnswer(
             "running", 0, (await queue.call(calls.present("worker", "w"))).control_seq,
             [f"x{number}"],
         )  # fmt: skip

@@ -12,7 +12,8 @@ import redis
 from examples.devserver import DevServer
 from rollstream.errors import DropReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Completion, Lease, LeaseAnswer
+from rollstream.queue.answers import Lease, LeaseAnswer
+from rollstream.queue.calls import Completion
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.queue import Queue
 from tests.builders import budgets

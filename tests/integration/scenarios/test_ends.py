@@ -9,7 +9,7 @@ import redis
 
 from rollstream.errors import DropReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Lease
+from rollstream.queue.answers import Lease
 from tests.queue_bench import Bench
 
 RUN_KEYS = {

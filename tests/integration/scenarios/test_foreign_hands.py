@@ -10,11 +10,10 @@ import redis
 from rollstream.cli.__main__ import main
 from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import CompleteAnswer, Completion, Lease
+from rollstream.queue.answers import CompleteAnswer, Lease
+from rollstream.queue.calls import Completion
 from rollstream.stream import GroupStream
-from tests.backstage import Backstage, wait_until
-
-from .conftest import Connect
+from tests.backstage import Backstage, Connect, wait_until
 
 
 def train_all(stream: GroupStream, groups: int = 2) -> list[int]:

@@ -26,14 +26,12 @@ from rollstream.errors import DropReason
 from rollstream.group import GroupView, Keep
 from rollstream.queue import calls
 from rollstream.wire import encode_prompt
-from tests.backstage import Backstage, wait_until
+from tests.backstage import Backstage, Connect, wait_until
 from tests.builders import a_prompt
 from tests.integration.worker.parts import Run, a_run
 from tests.integration.worker.parts import wait_until as wait_in_loop
 from worker.aggregate.loader import LoadedFilter
 from worker.rewards.judges import QUEUE
-
-from .conftest import Connect
 
 INFLATED = 300 << 20
 """More than a text may be."""

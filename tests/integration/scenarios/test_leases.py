@@ -12,8 +12,9 @@ import redis
 
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
+from rollstream.queue.answers import Lease
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import Completion, Lease
+from rollstream.queue.calls import Completion
 from tests.backstage import Backstage, wait_until
 from tests.integration.worker.parts import Gate, a_run
 from tests.integration.worker.parts import wait_until as wait_in_loop

@@ -459,7 +459,10 @@ def test_stream_lives_with_a_user_that_may_not_ask_for_the_servers_id(
     try:
         url = valkey_url.replace("redis://", "redis://narrow:pw@")
         with GroupStream.connect(url, run=run.queue.run) as stream:
-            next(stream.batches(groups=1, timeout_s=5)).ack()
+            batch = next(stream.batches(groups=1, timeout_s=5))
+            batch.ack()
+        assert batch.group_indexes == [0]
+        assert run.queue.counters()["acked"] == 1
     finally:
         client.acl_deluser("narrow")
 

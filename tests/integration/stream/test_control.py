@@ -9,10 +9,11 @@ import pytest
 
 from rollstream.async_stream import AsyncGroupStream
 from rollstream.control import PauseMode
-from rollstream.errors import ConsumerTaken, RunFailed, RunLost
+from rollstream.errors import ConsumerTaken, RunFailed, RunLost, StreamError
 from rollstream.queue import calls
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage
+from tests.proxy import Proxy
 
 Connect = Callable[..., GroupStream]
 
@@ -208,3 +209,28 @@ async def test_async_stream_controls_the_run_as_the_stream_does(
         assert await stream.withdraw(0) is True
         assert await stream.requeue(1) is True
     assert run.queue.counters()["dropped:withdrawn"] == 1
+
+
+def test_a_closed_stream_calls_nothing_any_more_and_says_so(
+    run: Backstage, valkey_url: str
+) -> None:
+    run.finish(0, 1)
+    with Proxy(int(valkey_url.rpartition(":")[2])) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}"
+        with GroupStream.connect(url, run=run.queue.run) as stream:
+            batch = stream.next_batch(1, 5)
+            assert batch is not None
+        connections = proxy.num_connections
+        calls_made: list[Callable[[], object]] = [
+            batch.ack, stream.resume, stream.pause, stream.state_dict, stream.abort_run,
+            lambda: stream.set_weight_version(9), lambda: stream.withdraw(1),
+            lambda: stream.requeue(1), lambda: stream.next_batch(1, 5),
+        ]  # fmt: skip
+        for call in calls_made:
+            with pytest.raises(StreamError):
+                call()
+        assert "stream/live" not in stream.metrics()
+        assert proxy.num_connections == connections
+    info = run.queue.info()
+    assert info is not None
+    assert (info.state, info.version, run.queue.counters().get("acked", 0)) == ("running", 0, 0)

@@ -22,6 +22,7 @@ from tests.integration.producer.scene import producing, rows_file, settings_of
 from tests.integration.worker.parts import Parts
 from tests.integration.worker.processes import ENVIRONMENT, ROOT, start
 
+from .cancelled import cancel_calls
 from .servers import Cluster, told
 
 
@@ -150,17 +151,7 @@ async def test_the_replay_arrives_when_a_consumer_is_killed_in_a_cluster(
 
 
 async def test_a_cancelled_call_leaves_no_reply_in_a_cluster(elsewhere: str, run_name: str) -> None:
-    queue = Queue.connect(elsewhere, run_name)
-    with Backstage(elsewhere, run_name) as backstage:
-        backstage.open()
-    for number in range(100):
-        task = asyncio.create_task(queue.call(calls.set_budget("cap", number + 1)))
-        for _ in range(number % 11):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert (await queue.call(calls.beat("w", [f"x{number}"]))).lost == [f"x{number}"]
-    await queue.aclose()
+    await cancel_calls(elsewhere, run_name)
 
 
 @pytest.mark.slow

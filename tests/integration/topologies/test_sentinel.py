@@ -24,6 +24,7 @@ from tests.integration.producer.scene import producing, rows_file, settings_of
 from tests.integration.worker.parts import Parts
 from tests.integration.worker.processes import start
 
+from .cancelled import cancel_calls
 from .servers import MASTER, Watched, freeze, is_linked, role_of, thaw, told
 
 
@@ -240,17 +241,7 @@ def test_a_demoted_server_without_sentinels_is_an_outage_and_left_for_who_has_it
 async def test_a_cancelled_call_leaves_no_reply_behind_sentinels(
     watched: Watched, run_name: str
 ) -> None:
-    queue = Queue.connect(watched.url, run_name)
-    with Backstage(watched.url, run_name) as backstage:
-        backstage.open()
-    for number in range(100):
-        task = asyncio.create_task(queue.call(calls.set_budget("cap", number + 1)))
-        for _ in range(number % 11):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert (await queue.call(calls.beat("w", [f"x{number}"]))).lost == [f"x{number}"]
-    await queue.aclose()
+    await cancel_calls(watched.url, run_name)
 
 
 @pytest.mark.slow

@@ -34,9 +34,13 @@ POLL_S = 0.005
 
 
 async def wait_until(
-    condition: Callable[[], Any], *, timeout_s: float = 45.0, what: str = "it"
+    condition: Callable[[], Any],
+    *,
+    timeout_s: float = 45.0,
+    what: str = "it",
+    tell: Callable[[], str] = str,
 ) -> Any:
-    """Return what `condition` (sync or async) answers once that is true.
+    """Return what `condition` (sync or async) answers once that is true; `tell` helps where not.
 
     Raises:
         AssertionError: it never was.
@@ -48,7 +52,7 @@ async def wait_until(
             answered = await answered
         if answered:
             return answered
-        assert time.monotonic() < limit, f"{what} did not happen within {timeout_s} s"
+        assert time.monotonic() < limit, f"{what}: not within {timeout_s} s\n{tell()}"
         await asyncio.sleep(POLL_S)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from producer.frontier import Scan
-from rollstream.queue.calls import StateAnswer
+from rollstream.queue.answers import StateAnswer
 
 
 def a_scan(

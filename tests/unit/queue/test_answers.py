@@ -11,7 +11,8 @@ import pytest
 
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Completion, Lease, ScriptCall
+from rollstream.queue.answers import Lease
+from rollstream.queue.calls import Completion, ScriptCall
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.scripts import SCRIPT_NAMES, load_scripts
 from tests.queue_bench import Bench, fake_bench

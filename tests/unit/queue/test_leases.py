@@ -7,7 +7,8 @@ from redis.exceptions import ResponseError
 
 from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Completion, Lease
+from rollstream.queue.answers import Lease, LeaseAnswer
+from rollstream.queue.calls import Completion
 from tests.queue_bench import Bench, fake_bench
 
 
@@ -97,7 +98,7 @@ def _enqueue_large(bench: Bench, *ids: int) -> None:
         bench.call(calls.enqueue(gid, 2, b"p" * (1 << 20)))
 
 
-def _lease_ids(answer: calls.LeaseAnswer) -> list[str]:
+def _lease_ids(answer: LeaseAnswer) -> list[str]:
     return [member.lease.id for group in answer.groups for member in group.members]
 
 

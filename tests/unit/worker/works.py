@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollstream.queue.calls import Lease, LeasedGroup, LeasedMember
+from rollstream.queue.answers import Lease, LeasedGroup, LeasedMember
 from rollstream.sample import Call, Sample
 from rollstream.wire import encode_prompt
 from tests.builders import a_prompt

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rollstream.errors import MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Completion, Lease, LeaseAnswer
+from rollstream.queue.answers import Lease, LeaseAnswer
+from rollstream.queue.calls import Completion
 from tests.integration.queue.acts.producer import ProducerActs
 from tests.integration.queue.model import MAX_BODY, Worker
 
