@@ -21,16 +21,17 @@ end
 local g = group_key(gid)
 if call('EXISTS', g) == 1 then return {'dup'} end
 if id and call('SCARD', K .. 'gs') >= tonumber(run.cap) then return {'full'} end
-local seq = redis.pcall('HINCRBY', M, 'seq', 1)
-if type(seq) == 'table' then
-  if string.find(seq.err, 'OOM', 1, true) then return {'full', 'memory'} end
-  return seq
+local added = redis.pcall('SADD', K .. (id and 'gs' or 'ge'), gid)
+if type(added) == 'table' then
+  if string.find(tostring(added.err), 'OOM', 1, true) then return {'full', 'memory'} end
+  return added
 end
 -- A live group without a hash: the walk of the next sweeps ends it, then its id comes again.
-if call('SADD', K .. (id and 'gs' or 'ge'), gid) == 0 then
+if added == 0 then
   walk_to(gid)
   return {'dup'}
 end
+local seq = call('HINCRBY', M, 'seq', 1)
 local score = int(tonumber(priority) * PRIORITY_STEP + seq)
 local counter, is_counted = id and 'enqueued' or 'e.enqueued', false
 local ok, problem = pcall(function()

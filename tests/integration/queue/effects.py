@@ -306,12 +306,14 @@ def _check_fields(script: str, args: list[str], before: Sight, after: Sight) -> 
     if script == "open":
         allowed.update(("control_seq", *args[2::2]))
     if before.dangling:  # its id comes again: the producer is told to scan once more
-        allowed |= {"seq"} if script == "enqueue" else set()
         allowed |= {"epoch", "done", "control_seq", "delivered", "frontier", "base"}
     for name in {*before.m, *after.m}:
         if before.m.get(name) != after.m.get(name):
             # Where a search over pages goes on is nobody's business.
             assert name in allowed or "cursor" in name, f"{script} changed {name} of the run"
+    if script == "enqueue":
+        new = set(after.groups) - set(before.groups)
+        assert int(after.m["seq"]) - int(before.m["seq"]) == len(new), "a place without a group"
     heard = {"state", "version", "epoch", "done", "consumer"}
     told = any(before.m.get(name) != after.m.get(name) for name in heard)
     seq = int(after.m["control_seq"]) - int(before.m["control_seq"])

@@ -264,8 +264,9 @@ MUTATIONS = [
     M("a vanished group stays delivered", "sweep", "was_delivered(gid) and 'delivered' or 'open'",
       "'open'"),
     M("enqueue over a vanished group", "enqueue",
-      "call('SADD', K .. (id and 'gs' or 'ge'), gid) == 0",
-      "call('SADD', K .. (id and 'gs' or 'ge'), gid) == 7"),
+      "if added == 0 then", "if added == 7 then"),
+    M("enqueue over a live group takes a place", "enqueue", "if added == 0 then",
+      "if added == 0 then call('HINCRBY', M, 'seq', 1)"),
     # --- frontier and rewind ---
     M("the frontier goes one too far", "*",
       "frontier = base + call('BITPOS', K .. 'cur', 0, math.floor((frontier - base) / 8))",
@@ -310,5 +311,5 @@ MUTATIONS = [
     M("changes are told to nobody", "*", "call('HINCRBY', M, 'control_seq', 1)"),
     M("full memory refuses everything", "*", "call('ZREM', K .. 'd', '') end", "end"),
     M("full memory is an error for enqueue", "enqueue",
-      "if string.find(seq.err, 'OOM', 1, true) then", "if false then"),
+      "if string.find(tostring(added.err), 'OOM', 1, true) then", "if false then"),
 ]  # fmt: skip
