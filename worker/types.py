@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
+import numpy.typing as npt
+
 from rollstream.group import Trajectory
 from rollstream.sample import LogProbs, Message, PrefixCacheInfo, Sample, Span, SpecInfo, TokenIds
 
@@ -39,6 +41,16 @@ class PromptIds:
     json: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Rows of routed experts (R3) or of an indexer, of consecutive positions of a trajectory."""
+
+    start: int
+    """Position of the first row: row r is what was routed when token `start + r` was fed in."""
+    rows: npt.NDArray[Any]
+    """[rows, layers, top_k] int32."""
+
+
 @dataclass(slots=True)
 class RequestIds:
     """The token ids of one request, as pieces of JSON that the engine client joins."""
@@ -46,6 +58,8 @@ class RequestIds:
     pieces: Sequence[bytes]
     """Comma-separated decimals without brackets; join with b",". Empty pieces do not occur."""
     num_tokens: int
+    replay_start: int | None = None
+    """First position of which routed experts are wanted; None asks for none."""
 
 
 @dataclass(slots=True)
@@ -68,6 +82,10 @@ class Completion:
     cache: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
     spec: SpecInfo = field(default_factory=SpecInfo)
     logprob_mode: str = "temperature"
+    routed_experts: Replay | None = None
+    """Where the request asked for them: rows from its `replay_start` to the last position that was
+    fed in (the last sampled token never was)."""
+    indexer_topk: Replay | None = None
 
 
 class Engine(Protocol):
@@ -259,6 +277,8 @@ class GenerateInput:
     evaluation: bool = False
     debug_messages: bool = False
     """Keep the conversation as messages in `metadata["messages"]`, for people."""
+    replay: bool = False
+    """Ask for routed experts and keep them (R3)."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -21,30 +20,10 @@ from rollstream.sample import Message, TokenIds
 
 from ..types import AssistantMessage, ProblemKind, ToolCall
 from .calls import closes_behind, judge_call, new_call_id
+from .families import Family
 from .ids import as_ids
 from .messages import normalize_messages
 from .tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What this backend must know of a model family."""
-
-    module: str
-    """Submodule of `renderers`."""
-    renderer: str
-    config: str
-    """Class names in that submodule and in `renderers.configs`."""
-    close: str
-    """The token that closes an assistant turn in the template."""
-    tokens: dict[str, int]
-    """Control tokens with the ids that the family's vocabulary gives them."""
-    scaffold: tuple[str, ...]
-    """Template text that is encoded at every turn."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of the config class."""
-    reasoning: tuple[str, str] | None = None
-    """Markers of a reasoning block, atomic in the vocabulary."""
 
 
 class RenderersBackend:
@@ -73,12 +52,12 @@ class RenderersBackend:
         """Return the renderer of a family over a vocabulary that has the family's ids."""
         kind = getattr(import_renderers(family.module), family.renderer)
         config = getattr(import_renderers("configs"), family.config)(**family.options)
-        ids = family.tokens
+        ids = {token: tokenizer.token_id(token) for token in family.tokens}
         return cls(
             tokenizer,
             kind(tokenizer, config),
-            ids[family.close],
-            family.reasoning and (ids[family.reasoning[0]], ids[family.reasoning[1]]),
+            _id(ids, family.close),
+            family.reasoning and (_id(ids, family.reasoning[0]), _id(ids, family.reasoning[1])),
         )
 
     @property
@@ -280,6 +259,12 @@ def import_renderers(submodule: str) -> ModuleType:
         return importlib.import_module(name)
     del sys.modules["renderers"]
     return sys.modules[name]
+
+
+def _id(ids: dict[str, int | None], token: str) -> int:
+    found = ids[token]
+    assert found is not None, f"the vocabulary was checked to have {token}"
+    return found
 
 
 def _specs(tools: Sequence[Message] | None) -> list[Message] | None:

@@ -14,13 +14,10 @@ from rollstream.errors import ConfigError, MergeFault
 from rollstream.sample import Message, Prompt
 
 from ..types import PromptIds, Renderer
-from .backend import Family, RenderersBackend
+from .backend import RenderersBackend
+from .families import FAMILIES, Family
 from .ids import as_ids, prompt_ids
-from .qwen3 import QWEN3, QWEN3_NO_THINKING
 from .tokenizer import Tokenizer
-
-FAMILIES: dict[str, Family] = {"qwen3": QWEN3, "qwen3-no-thinking": QWEN3_NO_THINKING}
-"""Names of `model.renderer`; always given, never guessed from a model's name."""
 
 
 def load_renderer(tokenizer_path: str | Path, renderer_name: str) -> RenderersBackend:
@@ -67,11 +64,12 @@ def render_prompt(
 def _check_vocabulary(tokenizer: Tokenizer, family: Family, name: str) -> None:
     for token, expected in family.tokens.items():
         found = tokenizer.token_id(token)
-        if found != expected:
+        if found is None or (expected is not None and found != expected):
             what = "is missing" if found is None else f"has id {found}"
+            what += "" if expected is None else f", expected id {expected}"
             raise ConfigError(
                 f"model.tokenizer: {tokenizer.name_or_path!r} is not a vocabulary of "
-                f"{name!r}: {token} {what}, expected id {expected}; give the tokenizer.json of the "
+                f"{name!r}: {token} {what}{'' if expected is None else f', expected id {expected}'}; give the tokenizer.json of the "
                 "model that the engines serve, or the name of its renderer"
             )
 

@@ -6,9 +6,9 @@ checked against it by the golden tests.
 
 from __future__ import annotations
 
-from .backend import Family
+from .family import Family, Proof
 
-_TOKENS = {
+_TOKENS: dict[str, int | None] = {
     "<|endoftext|>": 151643,
     "<|im_start|>": 151644,
     "<|im_end|>": 151645,
@@ -33,9 +33,12 @@ def _qwen3(*, enable_thinking: bool) -> Family:
         # "all": earlier reasoning stays where the engine saw it, so that a user message can follow.
         options={"enable_thinking": enable_thinking, "thinking_retention": "all"},
         reasoning=("<think>", "</think>"),
+        proof=Proof.VERIFIED,
     )
 
 
-QWEN3 = _qwen3(enable_thinking=True)
-QWEN3_NO_THINKING = _qwen3(enable_thinking=False)
-"""The generation prompt carries an empty reasoning block."""
+QWEN: dict[str, Family] = {
+    "qwen3": _qwen3(enable_thinking=True),
+    # The generation prompt carries an empty reasoning block.
+    "qwen3-no-thinking": _qwen3(enable_thinking=False),
+}

@@ -1,0 +1,60 @@
+"""What this service must know of a model family, and how far that was proven.
+
+Owns the record and its words. Never renders. Invariant: a family is `VERIFIED` only where golden
+ids over its published vocabulary are tests, and `NOT_RUN` is never chosen for anybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Proof(StrEnum):
+    """How far a family was tried."""
+
+    VERIFIED = "verified"
+    """Over its published vocabulary."""
+    TOY = "toy only"
+    """Over a small vocabulary that has its control tokens; nobody here had the published one."""
+    NOT_RUN = "not run"
+    """Never tried; may be named, and the self-test at start decides."""
+
+
+class CallForm(StrEnum):
+    """How a family spells tool calls."""
+
+    JSON_BLOCK = "json block"
+    """One JSON object with name and arguments between two markers: judged by our own reader."""
+    PARSED = "parsed"
+    """Anything else: name, arguments and status are the package's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One chat format over one kind of vocabulary."""
+
+    module: str
+    """Submodule of `renderers`."""
+    renderer: str
+    config: str
+    """Class names in that submodule and in `renderers.configs`."""
+    close: str
+    """The token that closes an assistant turn in the template; empty where the next message's own
+    role token does it."""
+    tokens: dict[str, int | None]
+    """Control tokens with the ids that the family's vocabulary gives them; None where the id is
+    not known here and the token only has to be there."""
+    scaffold: tuple[str, ...] = ()
+    """Template text that is encoded at every turn."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the config class."""
+    reasoning: tuple[str, str] | None = None
+    """Markers of a reasoning block, atomic in the vocabulary."""
+    call_form: CallForm = CallForm.JSON_BLOCK
+    models: tuple[str, ...] = ()
+    """Exact hub ids that `auto` takes for it."""
+    proof: Proof = Proof.NOT_RUN
+    note: str = ""
+    """For people: what the proof does not cover."""
