@@ -69,8 +69,8 @@ def _check_vocabulary(tokenizer: Tokenizer, family: Family, name: str) -> None:
             what += "" if expected is None else f", expected id {expected}"
             raise ConfigError(
                 f"model.tokenizer: {tokenizer.name_or_path!r} is not a vocabulary of "
-                f"{name!r}: {token} {what}{'' if expected is None else f', expected id {expected}'}; give the tokenizer.json of the "
-                "model that the engines serve, or the name of its renderer"
+                f"{name!r}: {token} {what}; give the tokenizer.json of the model that the engines "
+                "serve, or the name of its renderer"
             )
 
 
