@@ -138,7 +138,8 @@ class ToyTemplate:
         ids += self._generation_prompt()
         return SimpleNamespace(token_ids=self._damage(ids) if self._damage else ids)
 
-    def parse_response(self, ids: list[int], *, prompt_ids: list[int]) -> Any:
+    def parse_response(self, ids: list[int], *, prompt_ids: list[int], tools: Any = None) -> Any:
+        del tools
         parsing, reasoning = import_renderers("parsing"), import_renderers("reasoning")
         return parsing.parse_qwen3(
             self._tokenizer, ids, stop_ids={CLOSE, END}, tool_call_id=CALL,

@@ -133,6 +133,8 @@ class ProblemKind(StrEnum):
     UNCLOSED = "unclosed"
     NO_NAME = "no_name"
     BAD_ARGUMENTS = "bad_arguments"
+    BAD_STRUCTURE = "bad_structure"
+    """Of formats that are no JSON: a marker is missing, or there is text where none may be."""
 
 
 @dataclass(slots=True)
@@ -192,8 +194,20 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, completion: TokenIds, prompt_tail: TokenIds) -> AssistantMessage:
-        """Parse one reply from its ids alone."""
+    def parse(
+        self,
+        completion: TokenIds,
+        prompt_tail: TokenIds,
+        tools: Sequence[Message] | None = None,
+    ) -> AssistantMessage:
+        """Parse one reply from its ids alone.
+
+        Args:
+            completion: what the engine sampled.
+            prompt_tail: the tail of what it saw; says whether the prompt opened a reasoning block.
+            tools: as rendered in the prompt. Formats that write arguments without quotes
+                (`<parameter=zip>01234</parameter>`) have their types from there alone.
+        """
         ...
 
     def encode(self, text: str) -> TokenIds:

@@ -67,8 +67,8 @@ class FirstCalls:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def parse(self, completion: Any, prompt_tail: Any) -> AssistantMessage:
-        message: AssistantMessage = self._inner.parse(completion, prompt_tail)
+    def parse(self, completion: Any, prompt_tail: Any, tools: Any = None) -> AssistantMessage:
+        message: AssistantMessage = self._inner.parse(completion, prompt_tail, tools)
         if completion.tolist() == self._first:
             message.tool_calls = [ToolCall("call_1", "f", {})]
         return message

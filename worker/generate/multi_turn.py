@@ -89,9 +89,9 @@ class _MultiTurn:
         trajectory, parse = self.rollout.trajectory, self.given.renderer.parse
         ids, window = trajectory.last_completion(), trajectory.window()
         if len(ids) > LONG_IDS:
-            message = await in_thread(parse, ids, window)
+            message = await in_thread(parse, ids, window, self.specs)
         else:
-            message = parse(ids, window)
+            message = parse(ids, window, self.specs)
         self.abnormal_ends += message.abnormal_end
         if not self.given.tools:
             message.tool_calls = []  # nothing was offered, so nothing was called

@@ -115,7 +115,12 @@ class RenderersBackend:
             )
         return as_ids(self._bridge(held, sampled, messages, tools))
 
-    def parse(self, completion: TokenIds, prompt_tail: TokenIds) -> AssistantMessage:
+    def parse(
+        self,
+        completion: TokenIds,
+        prompt_tail: TokenIds,
+        tools: Sequence[Message] | None = None,
+    ) -> AssistantMessage:
         """Parse one reply from its ids alone; never raises for what a model wrote.
 
         A call counts only outside the reasoning block, and only where that block ended by its own
@@ -129,7 +134,7 @@ class RenderersBackend:
         if unfinished is not None:
             return AssistantMessage("", unfinished, [], abnormal)
         try:
-            parsed = self._inner.parse_response(ids, prompt_ids=tail)
+            parsed = self._inner.parse_response(ids, prompt_ids=tail, tools=_specs(tools))
         except (ValueError, RecursionError) as error:
             # Numbers of thousands of digits, or brackets of thousands of levels.
             text = self.decode(as_ids(ids))

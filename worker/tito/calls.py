@@ -1,13 +1,27 @@
-"""Tool calls as the model wrote them, judged once.
+"""Tool calls as the model wrote them: the one place that says what may be executed.
 
-Owns the mapping from what a parser found to a call that can be executed or a problem that the
-model can read. Never executes, never repairs: a text that strict JSON refuses is a problem.
-Invariant: every attempt of the model is one `ToolCall`, in order; none is dropped in silence.
+Owns the policy, the same for every family and every backend: a call is executed only where it can
+be read in one way, as a name and an object of arguments; everything else is a problem that is
+recorded and that the model can read and answer. Never executes, never raises for what a model
+wrote, never repairs: strict JSON, no guessed quotes or commas, no lost pieces. Invariant: every
+attempt of the model is one `ToolCall`, in order; none is dropped in silence.
+
+    written                                     becomes
+    an object with name and arguments           a call
+    no arguments, "", or the object as a string  a call (at most `MAX_UNWRAPS` strings deep)
+    raw control characters, bad escapes, two    `invalid_json`; the text says where
+      objects between the markers, a name twice
+    no closing marker                           `unclosed`, however complete it looks
+    no name, or none that is text               `no_name`
+    null, a list, a number, other text          `bad_arguments`
+    a format of tags with a piece missing or    `bad_structure`
+      left over
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from typing import Any
 
@@ -17,8 +31,26 @@ MAX_LATER_CLOSES = 8
 """So many closing markers inside one block's strings are looked beyond."""
 MAX_UNWRAPS = 3
 """Arguments may be JSON in a string, in a string, …, this many times."""
+MAX_ID_CHARS = 64
+"""A call's own id, where the format carries one, is kept up to this length."""
 
 _FORM = 'write {"name": <function name>, "arguments": {<name>: <value>, …}}'
+_TAGS = "write the call again, each argument between its two markers"
+_SAFE_ID = re.compile(r"[\w.:\-]+")
+_TAGGED = (
+    # (how such a block begins, how an argument of it does, what a block without arguments is)
+    (
+        "<function=",
+        re.compile(r"<parameter=([^>\n]+)>"),
+        re.compile(r"<function=[^>\n]+>\s*(?:</function>)?"),
+    ),
+    (
+        "<invoke ",
+        re.compile(r'<parameter name="([^"\n]+)">'),
+        re.compile(r'(?:<invoke name="[^"\n]+">\s*</invoke>\s*)+'),
+    ),
+)
+_ARGUMENT_END = "</parameter>"
 
 
 def judge_call(raw: str, *, closed: bool) -> ToolCall:
@@ -32,23 +64,68 @@ def judge_call(raw: str, *, closed: bool) -> ToolCall:
     if not closed:
         return _problem(call, ProblemKind.UNCLOSED, f"the tool call was not closed; {_FORM}")
     try:
-        parsed = json.loads(raw)
+        parsed = strict_json(raw)
     except (ValueError, RecursionError) as error:
         return _problem(call, ProblemKind.INVALID_JSON, f"not valid JSON ({error}); {_FORM}")
     if not isinstance(parsed, dict):
         return _problem(call, ProblemKind.INVALID_JSON, f"not a JSON object; {_FORM}")
-    name = parsed.get("name")
-    if not isinstance(name, str) or not name:
-        return _problem(call, ProblemKind.NO_NAME, f"the tool call has no name; {_FORM}")
-    call.name = name
-    arguments = unwrap_arguments(parsed.get("arguments", {}))
-    if not isinstance(arguments, dict):
-        kind = "null" if arguments is None else type(arguments).__name__
-        return _problem(
-            call, ProblemKind.BAD_ARGUMENTS, f"arguments must be a JSON object, not {kind}; {_FORM}"
-        )
-    call.arguments = arguments
-    return call
+    return _judged(call, parsed.get("name"), parsed.get("arguments", {}), _FORM)
+
+
+def judge_parsed(
+    raw: str,
+    *,
+    name: str | None,
+    arguments: Any,
+    status: str = "ok",
+    call_id: str | None = None,
+) -> ToolCall:
+    """Return the call that a family's own parser found.
+
+    What a parser calls valid is judged again: some take the first of two functions in one block,
+    or leave out an argument whose end marker is missing. An argument that is no JSON is no
+    problem here: where the tool's schema wants a number, its check says so to the model.
+
+    Args:
+        raw: the text of the block.
+        name: of the function, as far as it was found.
+        arguments: an object, or the text that should be one.
+        status: the parser's word, of `renderers.base.ToolCallParseStatus`; an unknown tool is
+            none of its matters (the worker lists the known ones to the model).
+        call_id: the format's own id of the call, which its template shows again.
+    """
+    call = ToolCall(id=_own_id(call_id), name="", arguments={}, raw=raw)
+    if isinstance(name, str):
+        call.name = name
+    if status == "unclosed_block":
+        return _problem(call, ProblemKind.UNCLOSED, "the tool call was not closed; write it again")
+    if status == "malformed_structure":
+        return _problem(call, ProblemKind.BAD_STRUCTURE, f"the tool call is incomplete; {_TAGS}")
+    if status == "invalid_json" and not isinstance(arguments, dict):
+        return _problem(call, ProblemKind.INVALID_JSON, _why_no_json(arguments))
+    wrong = _debris(raw)
+    if wrong:
+        return _problem(call, ProblemKind.BAD_STRUCTURE, f"{wrong}; {_TAGS}")
+    given = {} if arguments is None and status == "ok" else arguments
+    return _judged(call, name, given, "write a function name and an object of arguments")
+
+
+def strict_json(text: str) -> Any:
+    """Return what a JSON text says, read in the only way that it can be.
+
+    Raises:
+        ValueError: no JSON, more than one value, or an object with one name twice (of which a
+            lenient reader takes the last).
+        RecursionError: brackets of thousands of levels.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            raise ValueError(
+                f"Extra data behind character {error.pos}: one object in each call, no more"
+            ) from None
+        raise
 
 
 def closes_behind(ids: list[int], start: int, marker: int) -> list[int]:
@@ -73,7 +150,7 @@ def unwrap_arguments(arguments: Any) -> Any:
         if not arguments.strip():
             return {}
         try:
-            arguments = json.loads(arguments)
+            arguments = strict_json(arguments)
         except (ValueError, RecursionError):
             break
     return arguments
@@ -82,6 +159,72 @@ def unwrap_arguments(arguments: Any) -> Any:
 def new_call_id() -> str:
     """Return an id that repeats in no turn: formats such as Qwen3's carry none."""
     return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _judged(call: ToolCall, name: Any, arguments: Any, form: str) -> ToolCall:
+    if not isinstance(name, str) or not name.strip():
+        return _problem(call, ProblemKind.NO_NAME, f"the tool call has no name; {form}")
+    call.name = name
+    unwrapped = unwrap_arguments(arguments)
+    if not isinstance(unwrapped, dict):
+        kind = "null" if unwrapped is None else type(unwrapped).__name__
+        return _problem(
+            call, ProblemKind.BAD_ARGUMENTS, f"arguments must be a JSON object, not {kind}; {form}"
+        )
+    call.arguments = unwrapped
+    return call
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"{json.dumps(twice[:40])} is there twice in one object")
+    return found
+
+
+def _why_no_json(arguments: Any) -> str:
+    try:
+        strict_json(arguments if isinstance(arguments, str) else "")
+    except (ValueError, RecursionError) as error:
+        return f"the arguments are not valid JSON ({error}); write one object"
+    return "the arguments are not valid JSON; write one object"
+
+
+def _debris(raw: str) -> str:
+    """Return what is wrong with a block of tags that a lenient parser took, empty for nothing."""
+    block = raw.strip()
+    for begins, argument, without in _TAGGED:
+        if not block.startswith(begins):
+            continue
+        rest, names = _arguments_out_of(block, argument)
+        if not without.fullmatch(rest.strip()):
+            return "the tool call has a piece that belongs to no argument"
+        if begins == "<function=" and len(set(names)) != len(names):
+            return "the tool call has one argument twice"
+    return ""
+
+
+def _arguments_out_of(block: str, argument: re.Pattern[str]) -> tuple[str, list[str]]:
+    """Return a block without its arguments, and their names; linear whatever was written."""
+    rest: list[str] = []
+    names: list[str] = []
+    at = 0
+    while found := argument.search(block, at):
+        end = block.find(_ARGUMENT_END, found.end())
+        if end < 0:
+            break
+        rest.append(block[at : found.start()])
+        names.append(found[1])
+        at = end + len(_ARGUMENT_END)
+    return "".join([*rest, block[at:]]), names
+
+
+def _own_id(given: str | None) -> str:
+    if given and len(given) <= MAX_ID_CHARS and _SAFE_ID.fullmatch(given):
+        return given
+    return new_call_id()
 
 
 def _problem(call: ToolCall, kind: ProblemKind, text: str) -> ToolCall:

@@ -32,8 +32,10 @@ class Calling:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def parse(self, completion: TokenIds, prompt_tail: TokenIds) -> AssistantMessage:
-        message: AssistantMessage = self._inner.parse(completion, prompt_tail)
+    def parse(
+        self, completion: TokenIds, prompt_tail: TokenIds, tools: Any = None
+    ) -> AssistantMessage:
+        message: AssistantMessage = self._inner.parse(completion, prompt_tail, tools)
         if completion.tolist() == A1:
             message.tool_calls = [ToolCall("call_1", "f", {})]
         return message
