@@ -133,6 +133,8 @@ class ProblemKind(StrEnum):
     UNCLOSED = "unclosed"
     NO_NAME = "no_name"
     BAD_ARGUMENTS = "bad_arguments"
+    TOO_MANY = "too_many"
+    """Good by itself, behind as many as one turn may make."""
     BAD_STRUCTURE = "bad_structure"
     """Of formats that are no JSON: a marker is missing, or there is text where none may be."""
 

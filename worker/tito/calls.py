@@ -9,10 +9,12 @@ attempt of the model is one `ToolCall`, in order; none is dropped in silence.
     written                                     becomes
     an object with name and arguments           a call
     no arguments, "", or the object as a string  a call (at most `MAX_UNWRAPS` strings deep)
-    raw control characters, bad escapes, two    `invalid_json`; the text says where
-      objects between the markers, a name twice
+    raw control characters, bad escapes, NaN,   `invalid_json`; the text says where
+      two objects between the markers, a name
+      twice, a number beyond a float
     no closing marker                           `unclosed`, however complete it looks
     no name, or none that is text               `no_name`
+    more calls than a turn may make             `too_many`, each but the first ones
     null, a list, a number, other text          `bad_arguments`
     a format of tags with a piece missing or    `bad_structure`
       left over
@@ -21,8 +23,10 @@ attempt of the model is one `ToolCall`, in order; none is dropped in silence.
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from ..types import ProblemKind, ToolCall
@@ -107,19 +111,45 @@ def judge_parsed(
     if wrong:
         return _problem(call, ProblemKind.BAD_STRUCTURE, f"{wrong}; {_TAGS}")
     given = {} if arguments is None and status == "ok" else arguments
+    try:
+        json.dumps(given, allow_nan=False)
+        _strict_at(raw, given)
+    except (ValueError, TypeError, RecursionError) as error:
+        return _problem(call, ProblemKind.INVALID_JSON, f"not valid JSON ({error}); write it again")
     return _judged(call, name, given, "write a function name and an object of arguments")
+
+
+def limit_calls(calls: Sequence[ToolCall], most: int | None) -> None:
+    """Make problems of the executable calls of one turn behind the first `most`.
+
+    Args:
+        calls: of one turn, in order; malformed ones do not count.
+        most: None is no limit.
+    """
+    if most is None:
+        return
+    good = [call for call in calls if call.problem is None]
+    for call in good[most:]:
+        _problem(
+            call,
+            ProblemKind.TOO_MANY,
+            f"not executed: {len(good)} calls in one turn, at most {most} are run; "
+            "write it again in the next turn",
+        )
 
 
 def strict_json(text: str) -> Any:
     """Return what a JSON text says, read in the only way that it can be.
 
     Raises:
-        ValueError: no JSON, more than one value, or an object with one name twice (of which a
-            lenient reader takes the last).
+        ValueError: no JSON, more than one value, a number that no float holds, or an object with
+            one name twice (of which a lenient reader takes the last).
         RecursionError: brackets of thousands of levels.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(
+            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
+        )
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             raise ValueError(
@@ -184,6 +214,27 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:40]} is out of range")
+    return number
+
+
+def _strict_at(raw: str, arguments: Any) -> None:
+    """Raise where an object that a parser read loosely holds one name twice."""
+    start = raw.find("{") if arguments and isinstance(arguments, dict) else -1
+    if start >= 0 and not raw.lstrip().startswith("<"):
+        try:
+            _STRICT.raw_decode(raw, start)
+        except json.JSONDecodeError:
+            return  # the brace was not the object's
+
+
 def _why_no_json(arguments: Any) -> str:
     try:
         strict_json(arguments if isinstance(arguments, str) else "")
@@ -219,6 +270,9 @@ def _arguments_out_of(block: str, argument: re.Pattern[str]) -> tuple[str, list[
         names.append(found[1])
         at = end + len(_ARGUMENT_END)
     return "".join([*rest, block[at:]]), names
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _own_id(given: str | None) -> str:
