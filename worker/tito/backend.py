@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..types import AssistantMessage, ProblemKind, ToolCall
 from .calls import closes_behind, judge_call, new_call_id
 from .families import Family
 from .ids import as_ids
-from .messages import normalize_messages
+from .messages import normalize_messages, normalize_tools
 from .tokenizer import Tokenizer
 
 
@@ -30,7 +30,12 @@ class RenderersBackend:
     """A `worker.types.Renderer` for one family and one vocabulary."""
 
     def __init__(
-        self, tokenizer: Tokenizer, inner: Any, close: int, reasoning: tuple[int, int] | None = None
+        self,
+        tokenizer: Tokenizer,
+        inner: Any,
+        close: int,
+        reasoning: tuple[int, int] | None = None,
+        markup: Iterable[str] = (),
     ) -> None:
         """Wrap a renderer of the package's protocol.
 
@@ -39,6 +44,7 @@ class RenderersBackend:
             inner: has `render_ids`, `bridge_to_next_turn`, `parse_response`, `get_stop_token_ids`.
             close: the id that closes an assistant turn in the template.
             reasoning: ids that open and close a reasoning block, where the family has them.
+            markup: control strings that stay whole in the content of an assistant message.
         """
         self.tokenizer = tokenizer
         self._inner = inner
@@ -46,6 +52,7 @@ class RenderersBackend:
         self._stop_ids = tuple(int(number) for number in inner.get_stop_token_ids())
         self._close = close
         self._reasoning = reasoning
+        self._markup = frozenset(markup)
 
     @classmethod
     def of_family(cls, tokenizer: Tokenizer, family: Family) -> RenderersBackend:
@@ -58,6 +65,7 @@ class RenderersBackend:
             kind(tokenizer, config),
             _id(ids, family.close),
             family.reasoning and (_id(ids, family.reasoning[0]), _id(ids, family.reasoning[1])),
+            (*family.markup, *(family.reasoning or ())),
         )
 
     @property
@@ -74,14 +82,14 @@ class RenderersBackend:
         """Return the prompt ids of a conversation, generation prompt included.
 
         Raises:
-            ValueError: no messages, or one that has no text form; names its index.
+            ValueError: no messages, or one that has no text form, or a tool that is no function;
+                names its index.
         """
         if not messages:
             raise ValueError("a prompt needs at least one message")
-        plain = normalize_messages(messages, self.tokenizer.escape)
-        return as_ids(
-            self._inner.render_ids(plain, tools=_specs(tools), add_generation_prompt=True)
-        )
+        plain = normalize_messages(messages, self.tokenizer, self._markup)
+        specs = normalize_tools(tools, self.tokenizer)
+        return as_ids(self._inner.render_ids(plain, tools=specs, add_generation_prompt=True))
 
     def extend(
         self,
@@ -98,7 +106,7 @@ class RenderersBackend:
 
         Raises:
             MergeFault: the messages cannot follow here; `detail` is one of `no_messages`,
-                `bad_message`, `assistant_message`, `no_bridge`, `prefix`.
+                `bad_message`, `bad_tools`, `assistant_message`, `no_bridge`, `prefix`.
         """
         messages = self._extension(new_messages)
         held, sampled = window.tolist(), completion.tolist()
@@ -182,7 +190,7 @@ class RenderersBackend:
         if not new_messages:
             raise MergeFault("no message to extend the conversation with", detail="no_messages")
         try:
-            messages = normalize_messages(new_messages, self.tokenizer.escape)
+            messages = normalize_messages(new_messages, self.tokenizer, self._markup)
         except ValueError as error:
             raise MergeFault(f"cannot extend: {error}", detail="bad_message") from None
         for place, message in enumerate(messages):
@@ -201,7 +209,10 @@ class RenderersBackend:
         messages: list[dict[str, Any]],
         tools: Sequence[Message] | None,
     ) -> list[int]:
-        specs = _specs(tools)
+        try:
+            specs = normalize_tools(tools, self.tokenizer)
+        except ValueError as error:
+            raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
         found = self._inner.bridge_to_next_turn(held, sampled, messages, tools=specs)
         if found is None:
             # A turn that was closed inside its reasoning, or a prompt without any id: the suffix

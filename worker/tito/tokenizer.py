@@ -1,11 +1,12 @@
 """Text to ids and back, over a `tokenizer.json`, without transformers.
 
-Owns the three ways to encode, which differ in one thing only: what a control string such as
-`<|im_end|>` or `</tool_response>` becomes.
+Owns one rule for *control strings*, the added tokens of a vocabulary (`<|im_end|>`, `<tool_call>`,
+`</think>`), special or ordinary: in a template's own text each becomes its id; in what anybody
+else wrote none does. Who renders calls `escape` on the second kind and `encode` on everything.
 
-    encode        what the renderers call: the ordinary added tokens of a template's own text
-                  (`<tool_call>`) become ids, the special ones (`<|im_end|>`) never do
-    encode_plain  text that anybody may have written: nothing in it becomes a control id
+    escape        cuts every control string, so that `encode` reads it as the characters it is
+    encode        template text with escaped parts in it: what is not cut becomes its id
+    encode_plain  text that anybody may have written: `encode(escape(text))`
     encode_raw    a whole prompt that somebody rendered already: every control string is its id
 
 Never adds a token of its own (no BOS), never decodes for a re-encoding.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +29,25 @@ import tokenizers
 
 from rollstream.errors import ConfigError
 
+from .patterns import any_of
+
 LONG_TEXT_CHARS = 8192
 """From here on encoding takes over 2 ms: run it in a thread."""
 LONG_IDS = 4096
 """From here on decoding is worth a thread."""
 
-_CUT = "\udfff"
-"""Where `escape` cuts a control string. A lone surrogate has no UTF-8, so no text can hold it."""
+CUT = "<|rollstream:cut|>"
+"""Where `escape` cuts a control string; `encode` removes it.
+
+Printable ASCII, so that it survives whatever a template does to a string (JSON with or without
+`ensure_ascii`, `repr`, `strip`). No ending of it is a beginning of it, and `escape` cuts a literal
+one like any control string: what is left whole was put there by `escape`.
+"""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_NO_TOKENS: frozenset[str] = frozenset()
+_NEIGHBOURS = [("a", "a"), (" ", " "), ("1", "."), ("\n", "\n"), (".", "'s")]
+"""Of every class, so that a boundary inside a control string does not depend on them."""
+_BRACKETS = "<>[]{}/|\uff5c"
 
 
 class Tokenizer:
@@ -45,21 +58,23 @@ class Tokenizer:
     ) -> None:
         # One text at a time: a pool of threads would only add hops, and as many threads as cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # Special tokens in any text are encoded as the characters they are. The ids of control
-        # tokens come from `convert_tokens_to_ids`, where only a template can ask for them.
-        inner.encode_special_tokens = True
+        # Every added token in a text is its id, as in the model's own tokenizer. `escape` decides
+        # which texts may hold one.
+        inner.encode_special_tokens = False
         self._inner = inner
         self.name_or_path = name
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = None
-        added = inner.get_added_tokens_decoder()
-        self._control_ids = {token.content: number for number, token in added.items()}
-        self._controls = _any_of(self._control_ids)
-        self._cuts = {t.content: self._cut_of(t.content) for t in added.values() if not t.special}
-        self._ordinary = _any_of(self._cuts)
-        # Template text that is encoded at every turn. It is our own, so control strings in it are
-        # meant: `<|im_start|>assistant\n` is what the renderers search for in a prompt.
-        self._memo = {text: tuple(self.encode_raw(text)) for text in scaffold}
+        added = list(inner.get_added_tokens_decoder().values())
+        self.controls = frozenset(t.content for t in added if _is_control(t.content))
+        """Every control string of the vocabulary."""
+        self._insides = frozenset(token.strip(_BRACKETS) for token in self.controls)
+        self._found = any_of([*self.controls, CUT])
+        self._places: dict[str, int] = {}
+        # Only such tokens are looked for behind the normalizer: a Kelvin sign may become a K then.
+        self._normalizer = inner.normalizer if any(t.normalized for t in added) else None
+        # Template text that is encoded at every turn.
+        self._memo = {text: tuple(self._encode(text)) for text in scaffold}
         self.max_token_id = self._find_max_token_id()
 
     @classmethod
@@ -93,38 +108,49 @@ class Tokenizer:
         memo = self._memo.get(text)
         if memo is not None:
             return list(memo)
-        if _CUT not in text:
+        if CUT not in text:
             return self._encode(text)
-        return [number for piece in text.split(_CUT) for number in self._encode(piece)]
+        return self._encode_all([piece for piece in text.split(CUT) if piece])
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode text in which no control string becomes a control id."""
-        escaped = self.escape(text)
-        if _CUT not in escaped:
-            return self._encode(escaped)
-        return [number for piece in escaped.split(_CUT) for number in self._encode(piece)]
+        return self.encode(self.escape(text))
 
     def encode_raw(self, text: str) -> list[int]:
         """Encode a rendered prompt: every control string in it becomes its id."""
-        numbers: list[int] = []
-        for place, piece in enumerate(self._controls.split(text)):
-            if place % 2:
-                numbers.append(self._control_ids[piece])
-            else:
-                numbers.extend(self._encode(piece))
-        return numbers
+        return self._encode(text)
 
-    def escape(self, text: str) -> str:
+    def escape(self, text: str, keep: frozenset[str] = _NO_TOKENS) -> str:
         """Return `text` so marked that `encode` makes plain ids of all of it.
 
-        The ordinary added tokens cannot be switched off, so each of them is cut where the
-        pre-tokenizer cuts too: the ids are those of the same text without added tokens.
+        Each control string is cut where the pre-tokenizer cuts too: the ids are those of the same
+        text in a vocabulary without added tokens.
+
+        Args:
+            text: what somebody wrote.
+            keep: control strings that are meant, and stay whole.
         """
         if not text.isascii():
             text = _SURROGATE.sub("\ufffd", text)
-        if self._ordinary.search(text) is None:
-            return text
-        return self._ordinary.sub(lambda found: self._cuts[found[0]], text)
+        if self._normalizer is not None:
+            normal = self._normalizer.normalize_str(text)
+            if self._found.search(normal) is not None:
+                text = normal
+        return text if self._found.search(text) is None else self._cut(text, keep)
+
+    def escape_name(self, name: str) -> str:
+        """Return a name so marked that no template makes a control string around it.
+
+        Templates write `<{name}>`: an argument that is called `think` would open a reasoning
+        block.
+        """
+        if name in self._insides:
+            return f"{name[:1]}{CUT}{name[1:]}"
+        return self.escape(name)
+
+    def unescape(self, text: str) -> str:
+        """Return what `escape` was given."""
+        return text.replace(CUT, "")
 
     def decode(
         self, ids: Sequence[int] | npt.NDArray[np.integer], skip_special_tokens: bool = False
@@ -146,28 +172,46 @@ class Tokenizer:
         return self._inner.token_to_id(token)
 
     def _encode(self, text: str) -> list[int]:
-        if not text:
-            return []
+        return self._encode_all([text]) if text else []
+
+    def _encode_all(self, pieces: list[str]) -> list[int]:
         try:
             # The batch call keeps no offsets (a sixth faster) and releases the GIL.
-            return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError:
-            return self._encode(_SURROGATE.sub("\ufffd", text))
+            found = self._inner.encode_batch_fast(pieces, add_special_tokens=False)
+        except TypeError:  # a lone surrogate has no UTF-8
+            pieces = [_SURROGATE.sub("\ufffd", piece) for piece in pieces]
+            found = self._inner.encode_batch_fast(pieces, add_special_tokens=False)
+        if len(found) == 1:
+            return found[0].ids
+        return list(chain.from_iterable(encoding.ids for encoding in found))
 
-    def _cut_of(self, token: str) -> str:
-        """Return `token` with the cut at a boundary that the pre-tokenizer has inside it."""
-        splitter = self._inner.pre_tokenizer
-        if splitter is not None:
-            # Neighbours of every class, so that the boundary does not depend on them.
-            contexts = [("a", "a"), (" ", " "), ("1", "."), ("\n", "\n"), (".", "'s")]
+    def _cut(self, text: str, keep: frozenset[str]) -> str:
+        pieces: list[str] = []
+        start = place = 0
+        while (found := self._found.search(text, place)) is not None:
+            token = found[0]
+            if token in keep:
+                place = found.end()
+                continue
+            cut = self._place_of(token)
+            # A control string may begin inside another one, or be the beginning of a longer one.
+            pieces.append(text[start : found.start()] + self._cut(token[:cut], keep))
+            start = place = found.start() + cut
+        pieces.append(text[start:])
+        return CUT.join(pieces)
+
+    def _place_of(self, token: str) -> int:
+        """Return a boundary that the pre-tokenizer has inside `token`, whatever is beside it."""
+        place = self._places.get(token)
+        if place is None:
             common = set(range(1, len(token)))
-            for before, after in contexts:
-                pieces = splitter.pre_tokenize_str(before + token + after)
-                common &= {start - len(before) for _, (start, _) in pieces}
-            if common:
-                place = min(common)
-                return token[:place] + _CUT + token[place:]
-        return token[:1] + _CUT + token[1:]
+            splitter = self._inner.pre_tokenizer
+            if splitter is not None:
+                for before, after in _NEIGHBOURS:
+                    pieces = splitter.pre_tokenize_str(before + token + after)
+                    common &= {start - len(before) for _, (start, _) in pieces}
+            place = self._places[token] = min(common, default=1)
+        return place
 
     def _find_max_token_id(self) -> int:
         size = self._inner.get_vocab_size()
@@ -176,7 +220,6 @@ class Tokenizer:
         return max(self._inner.get_vocab().values())
 
 
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of one group that finds any of `tokens`, the longest first."""
-    ordered = sorted(tokens, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, ordered))})" if ordered else "((?!))")
+def _is_control(token: str) -> bool:
+    """Return whether an added token is a marker: runs of spaces, or one character, are text."""
+    return len(token) > 1 and not token.isspace()

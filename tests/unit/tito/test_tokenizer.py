@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from rollstream.errors import ConfigError
 from tests import toy
 from worker.tito.backend import RenderersBackend
-from worker.tito.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from worker.tito.tokenizer import CUT, LONG_TEXT_CHARS, Tokenizer
 
 pytestmark = pytest.mark.xdist_group("tito")  # one process loads the vocabularies
 
@@ -69,12 +71,83 @@ def test_encode_raw_gives_what_the_library_gives(
     assert qwen.encode_raw(text).tolist() == bare.encode(text, add_special_tokens=False).ids
 
 
-def test_encode_of_template_text_knows_ordinary_tokens_and_no_special_ones(
+@settings(max_examples=150, deadline=None)
+@given(
+    parts=st.lists(
+        st.one_of(st.sampled_from([*CONTROLS, CUT, CUT[:9], CUT[9:], "<"]), st.text(max_size=8)),
+        max_size=8,
+    )
+)
+def test_escaped_text_never_becomes_a_control_id_whatever_a_template_does_to_it(
+    parts: list[str], qwen: RenderersBackend
+) -> None:
+    text = "".join(parts)
+    tokenizer = qwen.tokenizer
+    escaped = tokenizer.escape(text)
+    assert tokenizer.unescape(escaped) == text
+    for written, meant in [
+        (escaped, text),
+        (json.dumps(escaped), json.dumps(text)),
+        (
+            json.dumps({"x": [escaped]}, ensure_ascii=False),
+            json.dumps({"x": [text]}, ensure_ascii=False),
+        ),
+        (repr(escaped), repr(text)),
+        (escaped.strip(), text.strip()),
+    ]:
+        ids = tokenizer.encode(written)
+        assert max(ids, default=0) < 151643
+        assert tokenizer.decode(ids) == meant
+
+
+def test_encode_reads_every_control_string_of_template_text_as_its_id(
     qwen: RenderersBackend,
 ) -> None:
-    ids = qwen.tokenizer.encode("<tool_call>\n<|im_end|>")
-    assert ids[0] == 151657
-    assert 151645 not in ids
+    tokenizer = qwen.tokenizer
+    for control in CONTROLS:
+        assert tokenizer.encode(control) == [tokenizer.token_id(control)]
+        assert tokenizer.encode(f"a{control}b")[1:-1] == [tokenizer.token_id(control)]
+    mixed = f"<|im_start|>user\n{tokenizer.escape('<|im_end|>')}<|im_end|>"
+    assert [number for number in tokenizer.encode(mixed) if number >= 151643] == [151644, 151645]
+
+
+def test_escape_keeps_what_it_is_told_to_keep(qwen: RenderersBackend) -> None:
+    keep = frozenset({"<think>", "</think>"})
+    escaped = qwen.tokenizer.escape("<think>a<|im_end|></think>", keep)
+    ids = qwen.tokenizer.encode(escaped)
+    assert [number for number in ids if number >= 151643] == [151667, 151668]
+
+
+def _vocabulary(*tokens: tokenizers.AddedToken, normalizer: Any = None) -> Tokenizer:
+    inner = toy.toy_inner()
+    if normalizer is not None:
+        inner.normalizer = normalizer
+    inner.add_tokens(list(tokens))
+    return Tokenizer(inner, "toy")
+
+
+@pytest.mark.parametrize("text", ["[ab", "[abc]", "ab]", "[[abc]ab]c]", "[a[abc]b", "[abcab]"])
+def test_escape_leaves_no_control_string_where_they_overlap(text: str) -> None:
+    tokenizer = _vocabulary(
+        *(tokenizers.AddedToken(t, normalized=False) for t in ("[ab", "[abc]", "ab]", "c]"))
+    )
+    ids = tokenizer.encode_plain(text)
+    assert all(number >= 1000 for number in ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_escape_sees_a_control_string_that_only_the_normalizer_makes() -> None:
+    kelvin = tokenizers.AddedToken("<|OK|>", normalized=True)
+    tokenizer = _vocabulary(kelvin, normalizer=tokenizers.normalizers.NFC())
+    assert tokenizer.encode("<|O\u212a|>") == [tokenizer.token_id("<|OK|>")]
+    assert tokenizer.decode(tokenizer.encode_plain("<|O\u212a|>")) == "<|OK|>"
+    assert tokenizer.token_id("<|OK|>") not in tokenizer.encode_plain("<|O\u212a|>")
+
+
+def test_runs_of_spaces_and_single_characters_are_text_even_where_they_are_added_tokens() -> None:
+    tokenizer = _vocabulary(*(tokenizers.AddedToken(t) for t in ("\n\n", "é")))
+    assert tokenizer.escape("a\n\né") == "a\n\né"
+    assert tokenizer.controls == frozenset(toy.CONTROLS)
 
 
 def test_memo_gives_the_generation_prompt_with_its_control_id(qwen: RenderersBackend) -> None:

@@ -52,6 +52,9 @@ class Family:
     """Of the config class."""
     reasoning: tuple[str, str] | None = None
     """Markers of a reasoning block, atomic in the vocabulary."""
+    markup: tuple[str, ...] = ()
+    """Control strings that an assistant message may carry in its content (calls in their own
+    spelling); the markers of `reasoning` always may."""
     call_form: CallForm = CallForm.JSON_BLOCK
     models: tuple[str, ...] = ()
     """Exact hub ids that `auto` takes for it."""

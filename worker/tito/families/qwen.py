@@ -33,6 +33,7 @@ def _qwen3(*, enable_thinking: bool) -> Family:
         # "all": earlier reasoning stays where the engine saw it, so that a user message can follow.
         options={"enable_thinking": enable_thinking, "thinking_retention": "all"},
         reasoning=("<think>", "</think>"),
+        markup=("<tool_call>", "</tool_call>"),
         proof=Proof.VERIFIED,
     )
 
