@@ -9,6 +9,7 @@ The rules, each the same on every turn:
 - several text parts are joined without a separator;
 - `developer` is `system`;
 - arguments that are a JSON object in a string become the object, any other string stays;
+- results stand behind an assistant turn in the order of its calls (`history`);
 - every string is escaped; only in the content of an assistant message do the family's own markers
   (reasoning, calls) stay, because that is how a model writes a turn.
 """
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rollstream.sample import Message
+
+from .history import result_order
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTHING: frozenset[str] = frozenset()
@@ -54,10 +57,12 @@ def normalize_messages(
         markup: control strings that stay what they are in an assistant's content.
 
     Raises:
-        ValueError: a message that has no text form (no mapping, an unknown role, an image part);
-            the message names its index.
+        ValueError: a message that has no text form (no mapping, an unknown role, an image part),
+            or a tool result that answers no call of the turn before it; the message names its
+            index.
     """
-    return [_normalize(message, place, escaper, markup) for place, message in enumerate(messages)]
+    plain = [_normalize(message, place, escaper, markup) for place, message in enumerate(messages)]
+    return [plain[place] for place in result_order(messages)]
 
 
 def normalize_tools(

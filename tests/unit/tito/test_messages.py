@@ -15,6 +15,7 @@ from worker.tito.messages import normalize_messages
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 USER = {"role": "user", "content": "hi"}
 TOOL = {"role": "tool", "tool_call_id": "c1", "content": "ok"}
+RESULT = {"role": "tool", "content": "ok"}
 
 
 def _ids(qwen: RenderersBackend, *messages: Any) -> list[int]:
@@ -169,7 +170,8 @@ def test_call_history_and_tool_specs_never_become_control_ids(qwen: RenderersBac
         call = {"id": text, "function": {"name": text, "arguments": {text: [text, {"x": text}]}}}
         turn = {"role": "assistant", "tool_calls": [call]}
         raw = {"function": {"name": "f", "arguments": text}}
-        messages = [USER, turn, TOOL, {"role": "assistant", "tool_calls": [raw]}, TOOL]
+        result = TOOL | {"tool_call_id": text}
+        messages = [USER, turn, result, {"role": "assistant", "tool_calls": [raw]}, TOOL]
         ids: list[int] = qwen.render(messages, [spec]).tolist()
         return ids
 
