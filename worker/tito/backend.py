@@ -19,11 +19,14 @@ from rollstream.errors import MergeFault
 from rollstream.sample import Message, TokenIds
 
 from ..types import AssistantMessage, ProblemKind, ToolCall
-from .calls import closes_behind, judge_call, new_call_id
-from .families import Family
+from .calls import closes_behind, judge_call, judge_parsed, new_call_id
+from .families import CallForm, Family
 from .ids import as_ids
 from .messages import normalize_messages, normalize_tools
 from .tokenizer import Tokenizer
+
+_TEMPLATE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+"""What the package raises for messages or replies that its authors did not think of."""
 
 
 class RenderersBackend:
@@ -33,39 +36,64 @@ class RenderersBackend:
         self,
         tokenizer: Tokenizer,
         inner: Any,
-        close: int,
+        close: int | None,
         reasoning: tuple[int, int] | None = None,
+        *,
+        closes: Iterable[int] = (),
+        stand_in: int | None = None,
         markup: Iterable[str] = (),
+        form: CallForm = CallForm.JSON_BLOCK,
+        name: str = "",
     ) -> None:
         """Wrap a renderer of the package's protocol.
 
         Args:
             tokenizer: the one that `inner` encodes with.
             inner: has `render_ids`, `bridge_to_next_turn`, `parse_response`, `get_stop_token_ids`.
-            close: the id that closes an assistant turn in the template.
+            close: the id that is written behind a turn that did not close itself; None where the
+                next message's role id does it.
             reasoning: ids that open and close a reasoning block, where the family has them.
+            closes: ids that end a turn as the template means it; `close` where there are none.
+            stand_in: the id behind which `inner` leaves nothing of the next message out; `close`
+                where it is None.
             markup: control strings that stay whole in the content of an assistant message.
+            form: how calls are read.
+            name: of the family.
         """
         self.tokenizer = tokenizer
+        self.name = name
         self._inner = inner
-        self._scan = import_renderers("reasoning").scan_reasoning
         self._stop_ids = tuple(int(number) for number in inner.get_stop_token_ids())
-        self._close = close
+        self._close = [] if close is None else [close]
+        self._closes = frozenset(closes) or frozenset(self._close)
+        # A turn that is nothing but its end: what follows a closed turn is the same for all turns.
+        self._stand_in = self._close if stand_in is None else [stand_in]
         self._reasoning = reasoning
         self._markup = frozenset(markup)
+        self._form = form
 
     @classmethod
-    def of_family(cls, tokenizer: Tokenizer, family: Family) -> RenderersBackend:
+    def of_family(cls, tokenizer: Tokenizer, family: Family, name: str = "") -> RenderersBackend:
         """Return the renderer of a family over a vocabulary that has the family's ids."""
         kind = getattr(import_renderers(family.module), family.renderer)
         config = getattr(import_renderers("configs"), family.config)(**family.options)
-        ids = {token: tokenizer.token_id(token) for token in family.tokens}
+
+        def number(token: str) -> int:
+            found = tokenizer.token_id(token)
+            assert found is not None, f"the vocabulary was checked to have {token}"
+            return found
+
+        opener, closer = family.reasoning or ("", "")
         return cls(
             tokenizer,
             kind(tokenizer, config),
-            _id(ids, family.close),
-            family.reasoning and (_id(ids, family.reasoning[0]), _id(ids, family.reasoning[1])),
-            (*family.markup, *(family.reasoning or ())),
+            number(family.close) if family.close else None,
+            (number(opener), number(closer)) if family.reasoning else None,
+            closes=[number(token) for token in family.closes],
+            stand_in=number(family.stand_in) if family.stand_in else None,
+            markup=(*family.markup, *(family.reasoning or ())),
+            form=family.call_form,
+            name=name,
         )
 
     @property
@@ -82,14 +110,17 @@ class RenderersBackend:
         """Return the prompt ids of a conversation, generation prompt included.
 
         Raises:
-            ValueError: no messages, or one that has no text form, or a tool that is no function;
-                names its index.
+            ValueError: no messages; one that has no text form or that the template refuses where
+                it stands; a tool that is no function. Names role and index.
         """
         if not messages:
             raise ValueError("a prompt needs at least one message")
         plain = normalize_messages(messages, self.tokenizer, self._markup)
         specs = normalize_tools(tools, self.tokenizer)
-        return as_ids(self._inner.render_ids(plain, tools=specs, add_generation_prompt=True))
+        try:
+            return as_ids(self._inner.render_ids(plain, tools=specs, add_generation_prompt=True))
+        except _TEMPLATE_ERRORS as error:
+            raise ValueError(self._refused(plain, specs, error)) from error
 
     def extend(
         self,
@@ -100,28 +131,29 @@ class RenderersBackend:
     ) -> TokenIds:
         """Return only the ids to append behind `completion` for the next request.
 
-        Whatever the reply ended with stays. Where it is not the template's close, the close is
-        part of what is returned; ids sampled behind the close that the template would write
-        there anyway (a newline) are not written twice.
+        Whatever the reply ended with stays. Where it is not one of the template's closes, a close
+        is part of what is returned (nothing, where the next message's role id closes a turn); ids
+        sampled behind the close that the template would write there anyway (a newline) are not
+        written twice.
 
         Raises:
             MergeFault: the messages cannot follow here; `detail` is one of `no_messages`,
                 `bad_message`, `bad_tools`, `assistant_message`, `no_bridge`, `prefix`.
         """
-        messages = self._extension(new_messages)
+        messages, specs = self._extension(new_messages, tools)
         held, sampled = window.tolist(), completion.tolist()
-        closed = _last_index(sampled, self._close)
+        closed = _last_index(sampled, self._closes)
         if closed >= 0:
-            suffix = self._bridge(held, sampled[: closed + 1], messages, tools)
-            behind = sampled[closed + 1 :]
+            end = closed + 1
+            suffix = self._bridge(held, sampled[:end], messages, specs)
+            if suffix is None:  # the package leaves a turn alone that closed inside its reasoning
+                suffix = self._behind(sampled[closed], messages, specs)
+            behind = sampled[end:]
             if suffix[: len(behind)] == behind:
                 return as_ids(suffix[len(behind) :])
-        if any(number in self._stop_ids for number in sampled):
-            # Ended by another stop id, or went on behind the close: both stay, a close is added.
-            return as_ids(
-                [self._close, *self._bridge(held, [*sampled, self._close], messages, tools)]
-            )
-        return as_ids(self._bridge(held, sampled, messages, tools))
+        # Cut, ended by another stop id, or gone on behind the close: all of it stays.
+        closing = self._closing(sampled, held)
+        return as_ids([*closing, *self._behind(self._stand_in[0], messages, specs)])
 
     def parse(
         self,
@@ -134,21 +166,34 @@ class RenderersBackend:
         A call counts only outside the reasoning block, and only where that block ended by its own
         marker: drafts in it, finished or not, are reasoning.
         """
-        ids, tail = completion.tolist(), prompt_tail.tolist()
-        end = next((i for i, number in enumerate(ids) if number in self._stop_ids), len(ids))
-        abnormal = end == len(ids) or ids[end] != self._close
-        ids = ids[:end]
+        sampled, tail = completion.tolist(), prompt_tail.tolist()
+        stop = next((i for i, number in enumerate(sampled) if number in self._stop_ids), None)
+        abnormal = stop is None or sampled[stop] not in self._closes
+        ids = sampled[:stop]
         unfinished = self._unfinished_reasoning(ids, tail)
         if unfinished is not None:
             return AssistantMessage("", unfinished, [], abnormal)
         try:
-            parsed = self._inner.parse_response(ids, prompt_ids=tail, tools=_specs(tools))
-        except (ValueError, RecursionError) as error:
+            # With the stop id: where several end a turn, it says what the turn was.
+            whole = sampled if stop is None else sampled[: stop + 1]
+            parsed = self._inner.parse_response(whole, prompt_ids=tail, tools=_specs(tools))
+        except _TEMPLATE_ERRORS as error:
             # Numbers of thousands of digits, or brackets of thousands of levels.
             text = self.decode(as_ids(ids))
             call = ToolCall(new_call_id(), "", {}, text, ProblemKind.INVALID_JSON, str(error))
             return AssistantMessage(text, None, [call], abnormal)
-        calls = self._judged(parsed.tool_calls, ids)
+        if parsed.reasoning_complete is False:
+            return AssistantMessage("", parsed.reasoning_content or "", [], abnormal)
+        if self._form is CallForm.JSON_BLOCK:
+            calls = self._judged(parsed.tool_calls, ids)
+        else:
+            calls = [
+                judge_parsed(
+                    block.raw, name=block.name, arguments=block.arguments,
+                    status=str(block.status), call_id=block.id,
+                )
+                for block in parsed.tool_calls
+            ]  # fmt: skip
         return AssistantMessage(parsed.content, parsed.reasoning_content, calls, abnormal)
 
     def _judged(self, found: Sequence[Any], ids: list[int]) -> list[ToolCall]:
@@ -186,7 +231,9 @@ class RenderersBackend:
         """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(ids.tolist())
 
-    def _extension(self, new_messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _extension(
+        self, new_messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         if not new_messages:
             raise MergeFault("no message to extend the conversation with", detail="no_messages")
         try:
@@ -200,32 +247,25 @@ class RenderersBackend:
                     "engine may add",
                     detail="assistant_message",
                 )
-        return messages
+        try:
+            return messages, normalize_tools(tools, self.tokenizer)
+        except ValueError as error:
+            raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
 
     def _bridge(
         self,
         held: list[int],
         sampled: list[int],
         messages: list[dict[str, Any]],
-        tools: Sequence[Message] | None,
-    ) -> list[int]:
+        specs: list[dict[str, Any]] | None,
+    ) -> list[int] | None:
+        """Return what `inner` appends, None where it appends nothing here."""
         try:
-            specs = normalize_tools(tools, self.tokenizer)
-        except ValueError as error:
-            raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
-        found = self._inner.bridge_to_next_turn(held, sampled, messages, tools=specs)
+            found = self._inner.bridge_to_next_turn(held, sampled, messages, tools=specs)
+        except _TEMPLATE_ERRORS as error:
+            raise MergeFault(f"cannot extend: {error!r}", detail="no_bridge") from error
         if found is None:
-            # A turn that was closed inside its reasoning, or a prompt without any id: the suffix
-            # behind a closed turn is the same for all turns, so an empty one stands in.
-            if sampled and sampled[-1] == self._close:
-                held, sampled = [self._close], [self._close]
-                found = self._inner.bridge_to_next_turn(held, sampled, messages, tools=specs)
-            if found is None:
-                raise MergeFault(
-                    "the family's template cannot be extended by messages of roles "
-                    f"{[message['role'] for message in messages]} here",
-                    detail="no_bridge",
-                )
+            return None
         ids: list[int] = found.token_ids
         before = len(held) + len(sampled)
         if ids[: len(held)] != held or ids[len(held) : before] != sampled:
@@ -235,17 +275,62 @@ class RenderersBackend:
             )
         return ids[before:]
 
+    def _behind(
+        self, end: int, messages: list[dict[str, Any]], specs: list[dict[str, Any]] | None
+    ) -> list[int]:
+        """Return what follows a turn that `end` closed, whatever the turn was."""
+        suffix = self._bridge([end], [end], messages, specs)
+        if suffix is not None:
+            return suffix
+        counts = range(1, len(messages))
+        refused = (n for n in counts if self._bridge([end], [end], messages[:n], specs) is None)
+        place = next(refused, len(messages)) - 1
+        raise MergeFault(
+            f"the template of {self.name or 'this family'} does not take message {place}, of role "
+            f"{messages[place]['role']!r}, where it stands",
+            detail="no_bridge",
+        )
+
+    def _closing(self, sampled: list[int], held: list[int]) -> list[int]:
+        """Return what closes a turn that has no close, or none at its end."""
+        if self._reasoning is None or any(number in self._stop_ids for number in sampled):
+            return self._close
+        if self._unfinished_reasoning(sampled, held) is None:
+            return self._close
+        return [self._reasoning[1], *self._close]
+
     def _unfinished_reasoning(self, ids: list[int], tail: list[int]) -> str | None:
+        """Return the text of a reasoning block that has no end, None where there is none.
+
+        A block is one that the generation prompt opened, or that is the first thing in the reply.
+        """
         if self._reasoning is None:
             return None
         opener, closer = self._reasoning
-        if closer in ids or (opener not in ids and opener not in tail):
+        if closer in ids:
             return None
-        boundary = self._scan(
-            self.tokenizer, ids, prompt_ids=tail, stop_ids=set(self._stop_ids),
-            open_id=opener, close_id=closer,
-        )  # fmt: skip
-        return boundary.text.strip() if boundary.is_open else None
+        if opener in ids:
+            place = ids.index(opener)
+            if place == 0 or not self.tokenizer.decode(ids[:place]).strip():
+                return self.tokenizer.decode([i for i in ids if i != opener]).strip()
+        behind = tail[_last_index(tail, frozenset(self._stop_ids)) + 1 :]
+        if opener not in behind or closer in behind[_last_index(behind, frozenset({opener})) :]:
+            return None
+        return self.tokenizer.decode([i for i in ids if i != opener]).strip()
+
+    def _refused(
+        self, plain: list[dict[str, Any]], specs: list[dict[str, Any]] | None, error: Exception
+    ) -> str:
+        """Return which message the template refused, found by rendering ever more of them."""
+        for place in range(len(plain)):
+            try:
+                self._inner.render_ids(plain[: place + 1], tools=specs, add_generation_prompt=True)
+            except _TEMPLATE_ERRORS as refusal:
+                return (
+                    f"message {place}: the template of {self.name or 'this family'} does not take "
+                    f"role {plain[place]['role']!r} where it stands: {refusal!r}"
+                )
+        return f"the template of {self.name or 'this family'} refused the messages: {error!r}"
 
 
 def import_renderers(submodule: str) -> ModuleType:
@@ -277,19 +362,13 @@ def import_renderers(submodule: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _id(ids: dict[str, int | None], token: str) -> int:
-    found = ids[token]
-    assert found is not None, f"the vocabulary was checked to have {token}"
-    return found
-
-
 def _specs(tools: Sequence[Message] | None) -> list[Message] | None:
     return list(tools) if tools else None
 
 
-def _last_index(ids: list[int], wanted: int) -> int:
+def _last_index(ids: list[int], wanted: frozenset[int]) -> int:
     for place in range(len(ids) - 1, -1, -1):
-        if ids[place] == wanted:
+        if ids[place] in wanted:
             return place
     return -1
 

@@ -41,8 +41,8 @@ class Family:
     config: str
     """Class names in that submodule and in `renderers.configs`."""
     close: str
-    """The token that closes an assistant turn in the template; empty where the next message's own
-    role token does it."""
+    """The token that is written behind a turn that did not close itself (cut by length, ended by
+    another stop token); empty where nothing is, because the next message's role token does it."""
     tokens: dict[str, int | None]
     """Control tokens with the ids that the family's vocabulary gives them; None where the id is
     not known here and the token only has to be there."""
@@ -52,6 +52,12 @@ class Family:
     """Of the config class."""
     reasoning: tuple[str, str] | None = None
     """Markers of a reasoning block, atomic in the vocabulary."""
+    closes: tuple[str, ...] = ()
+    """Tokens that end a turn as the template means it (`<|call|>`, `<|return|>`); empty is `close`
+    alone. Any other end is abnormal: it stays, and `close` is written behind it."""
+    stand_in: str = ""
+    """The stop token behind which the package writes the whole next message, where that is not
+    `close` (GLM: behind `<|user|>` it leaves that role token out)."""
     markup: tuple[str, ...] = ()
     """Control strings that an assistant message may carry in its content (calls in their own
     spelling); the markers of `reasoning` always may."""
