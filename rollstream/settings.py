@@ -95,6 +95,15 @@ class EngineTable(Table):
     """How long a retry waits for the partial reply of the call that it aborted."""
     probe_interval_s: float = Field(2.0, gt=0)
     """How often an engine is asked whether it is there."""
+    routed_experts: bool = False
+    """Ask for the experts that every token was routed to (R3) and deliver them with the sample; the
+    server needs --enable-return-routed-experts."""
+    indexer_topk: bool = False
+    """Ask for the indexer's choice too (sparse attention); --enable-return-indexer-topk."""
+    replay_layers: int = Field(0, ge=0)
+    """Layers of a row of routed experts; 0 reads the config.json beside the tokenizer."""
+    replay_top_k: int = Field(0, ge=0)
+    """Experts of a token in a layer; 0 reads the config.json beside the tokenizer."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -209,13 +218,20 @@ class WorkerTable(Table):
     tool_timeout_s: float = Field(30.0, gt=0)
     """How long one tool call may take."""
     tool_output_chars: int = Field(16384, ge=64)
-    """Longer tool results are cut."""
+    """Longer tool results are cut; in characters, the marker of the cut included."""
+    tool_output_side: Literal["middle", "left", "right"] = "middle"
+    """What is cut away of a longer one: `left` keeps its end, `right` its beginning."""
+    max_parallel_calls: int = Field(64, ge=1)
+    """Tool calls of one turn that are run; the model is told of the others."""
     sample_timeout_s: float = Field(3600.0, gt=0)
     """How long one sample may take."""
     max_seq_len: int | None = Field(None, ge=1)
     """Longest trajectory in tokens; none is `model.max_context_tokens`."""
     execute_last_turn: bool = False
     """Run the calls of the last permitted turn too; off, they are recorded."""
+    on_divergence: Literal["reject", "fork", "keep_prefix"] = "reject"
+    """What becomes of recorded turns whose client rewrote history: a `merge_error`, several samples
+    of one rollout, or one sample of what the newest turn still holds."""
     lease_s: float = Field(15.0, ge=0.5)
     """After how long without a beat a member is taken from its worker."""
     max_attempts: int = Field(3, ge=1)

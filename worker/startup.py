@@ -19,7 +19,7 @@ from .aggregate.loader import load_filters
 from .generate.loader import resolve_generate
 from .sampling import Sampling
 from .tools import load_tools
-from .types import Limits
+from .types import DivergencePolicy, Limits
 from .work import EnvRuntime, Scorer
 
 if TYPE_CHECKING:
@@ -79,7 +79,10 @@ def _env_runtime(
             max_seq_len=worker.max_seq_len,
             tool_timeout_s=worker.tool_timeout_s,
             tool_output_chars=worker.tool_output_chars,
+            tool_output_side=worker.tool_output_side,
+            max_parallel_calls=worker.max_parallel_calls,
             execute_last_turn=table.execute_last_turn,
+            on_divergence=DivergencePolicy(worker.on_divergence),
         ),
         sampling=sampling,
         tools=load_tools(table.tools),

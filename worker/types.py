@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy.typing as npt
 
@@ -51,6 +51,14 @@ class Replay:
     """[rows, layers, top_k] int32."""
 
 
+class Witness(Protocol):
+    """Is told what an engine client really sent and got, to hold it against the sample."""
+
+    def add(self, pieces: tuple[bytes, ...], completion: Completion) -> None:
+        """Take one answered request: the pieces as they were joined into its body."""
+        ...
+
+
 @dataclass(slots=True)
 class RequestIds:
     """The token ids of one request, as pieces of JSON that the engine client joins."""
@@ -60,6 +68,8 @@ class RequestIds:
     num_tokens: int
     replay_start: int | None = None
     """First position of which routed experts are wanted; None asks for none."""
+    witness: Witness | None = None
+    """Set by the worker itself (`worker.fidelity`), never by a generate function."""
 
 
 @dataclass(slots=True)
@@ -252,6 +262,21 @@ class SpanRecorder(Protocol):
         ...
 
 
+class DivergencePolicy(StrEnum):
+    """What becomes of a trajectory whose client rewrote history (`worker.tito.divergence`)."""
+
+    REJECT = "reject"
+    """A merge error, recorded; nothing is trained."""
+    FORK = "fork"
+    """Several samples of one rollout, each append-only; every sampled token is in exactly one."""
+    KEEP_PREFIX = "keep_prefix"
+    """One sample along the newest context; sampled tokens that it no longer holds are dropped."""
+
+
+CutSide: TypeAlias = Literal["middle", "left", "right"]
+"""Which part of a text that is too long is cut away."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Budgets of one trajectory, in tokens unless named otherwise."""
@@ -265,7 +290,14 @@ class Limits:
     """Turns that end beyond it are cut before the merge."""
     tool_timeout_s: float = 30.0
     tool_output_chars: int = 16384
+    """Cap of one tool result, in characters, the marker of the cut included."""
+    tool_output_side: CutSide = "middle"
+    """Which part of a longer one is cut away."""
+    max_parallel_calls: int | None = None
+    """Calls of one turn that are run; the others are answered with an error."""
     execute_last_turn: bool = False
+    on_divergence: DivergencePolicy = DivergencePolicy.REJECT
+    """Of functions that record turns and merge them (`worker.generate.records`)."""
 
 
 @dataclass(slots=True)

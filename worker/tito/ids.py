@@ -1,7 +1,7 @@
 """Token ids as arrays, and as the JSON that request bodies are joined from.
 
-Owns the two conversions. Never tokenizes. Invariant: ids are int32 arrays in memory, and every id
-is written as JSON once in its life, however many requests carry it.
+Owns the two conversions, and how far two sequences agree. Never tokenizes. Invariant: ids are int32
+arrays in memory, and every id is written as JSON once in its life, however many requests carry it.
 
 Axis: L ids.
 """
@@ -41,3 +41,44 @@ def prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> PromptIds:
     held = np.array(ids, dtype=np.int32)
     held.flags.writeable = False
     return PromptIds(ids=held, json=ids_json(held))
+
+
+def shared_length(a: TokenIds, b: TokenIds) -> int:
+    """Return how many ids `a` and `b` have in common from their beginnings.
+
+    Arrays that begin at one address agree as far as both reach, so views of the array that a
+    session appends to are never compared with what they share.
+    """
+    count = min(len(a), len(b))
+    if same_memory(a, b):
+        return count
+    start, block = 0, _FIRST_BLOCK
+    while start < count:  # growing blocks: an early difference costs little, a late one few calls
+        end = min(start + block, count)
+        equal = _compare(a[start:end], b[start:end])
+        if not equal.all():
+            return start + int(np.argmin(equal))
+        start, block = end, block * 8
+    return count
+
+
+def first_difference(expected: TokenIds, got: TokenIds) -> int:
+    """Return the first index at which `got` does not have `expected`, -1 where it begins with it.
+
+    The end of `got` is a difference.
+    """
+    count = shared_length(expected, got)
+    return -1 if count == len(expected) else count
+
+
+def same_memory(a: TokenIds, b: TokenIds) -> bool:
+    """Return whether two contiguous arrays begin at one address."""
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+
+
+_FIRST_BLOCK = 1024
+
+
+def _compare(a: TokenIds, b: TokenIds) -> npt.NDArray[np.bool_]:
+    equal: npt.NDArray[np.bool_] = a == b
+    return equal
