@@ -17,10 +17,11 @@ from rollstream.errors import StopReason
 from ..bounded import in_thread
 from ..offload import extend
 from ..telemetry.spans import timed
+from ..tito.calls import limit_calls
 from ..tito.tokenizer import LONG_IDS
 from ..tools import Observation, run_calls, tool_specs
 from ..tools.text import clean
-from ..types import AssistantMessage, GenerateInput, GenerateOutput, ToolCall
+from ..types import AssistantMessage, GenerateInput, GenerateOutput, ProblemKind, ToolCall
 from .rollout import LinearRollout
 
 _MAX_RECORDED_CHARS = 4096
@@ -95,8 +96,9 @@ class _MultiTurn:
         self.abnormal_ends += message.abnormal_end
         if not self.given.tools:
             message.tool_calls = []  # nothing was offered, so nothing was called
+        limit_calls(message.tool_calls, self.given.limits.max_parallel_calls)
         for call in message.tool_calls:
-            if call.problem is not None:
+            if call.problem is not None and call.problem is not ProblemKind.TOO_MANY:
                 self.problems[call.problem] += 1
         return message
 
@@ -127,6 +129,7 @@ class _MultiTurn:
                     given.tools,
                     timeout_s=given.limits.tool_timeout_s,
                     max_chars=given.limits.tool_output_chars,
+                    side=given.limits.tool_output_side,
                 )
         finally:
             rollout.sample.non_generation_time += time.monotonic() - start

@@ -8,6 +8,7 @@ Invariant: as many observations as calls, in the order of the calls, whichever e
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,7 +16,7 @@ from typing import Any
 
 from ..bounded import LeakedCancel, Overdue, run_bounded
 from ..functions import describe
-from ..types import Tool, ToolCall
+from ..types import CutSide, ProblemKind, Tool, ToolCall
 from .schema import complaint
 from .text import clean, cut, text_of
 
@@ -27,6 +28,7 @@ class ToolError(StrEnum):
     """Why a call has no result; the metric label, and the keys of `metadata["tool_errors"]`."""
 
     MALFORMED = "malformed"
+    TOO_MANY = "too_many"
     UNKNOWN_TOOL = "unknown_tool"
     BAD_ARGUMENTS = "bad_arguments"
     RAISED = "raised"
@@ -60,6 +62,7 @@ async def run_calls(
     *,
     timeout_s: float,
     max_chars: int,
+    side: CutSide = "middle",
 ) -> list[Observation]:
     """Run all calls of one turn side by side and return their observations in order.
 
@@ -68,33 +71,42 @@ async def run_calls(
         tools: the registered ones, by name.
         timeout_s: of each call; an overdue one is cancelled and its late result discarded.
         max_chars: cap of each observation, in characters.
+        side: what of a longer one is cut away.
 
     Raises:
         asyncio.CancelledError: the caller was cancelled; every tool was told to stop.
     """
+    run_one = functools.partial(
+        run_call, tools=tools, timeout_s=timeout_s, max_chars=max_chars, side=side
+    )
     if len(calls) == 1:
-        return [await run_call(calls[0], tools, timeout_s=timeout_s, max_chars=max_chars)]
+        return [await run_one(calls[0])]
     async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(run_call(call, tools, timeout_s=timeout_s, max_chars=max_chars))
-            for call in calls
-        ]
+        tasks = [group.create_task(run_one(call)) for call in calls]
     return [task.result() for task in tasks]
 
 
 async def run_call(
-    call: ToolCall, tools: Mapping[str, Tool], *, timeout_s: float, max_chars: int
+    call: ToolCall,
+    tools: Mapping[str, Tool],
+    *,
+    timeout_s: float,
+    max_chars: int,
+    side: CutSide = "middle",
 ) -> Observation:
     """Run one call and return what the model reads of it."""
     text, error = await _outcome(call, tools, timeout_s)
     if error is not None:
         text = cut(clean(f"Error: {text}"), min(MAX_ERROR_CHARS, max_chars))
-    return Observation(call, cut(text, max_chars), error)
+        return Observation(call, text, error)
+    return Observation(call, cut(text, max_chars, side))
 
 
 async def _outcome(
     call: ToolCall, tools: Mapping[str, Tool], timeout_s: float
 ) -> tuple[str, ToolError | None]:
+    if call.problem is ProblemKind.TOO_MANY:
+        return call.problem_text, ToolError.TOO_MANY
     if call.problem is not None:
         return call.problem_text or f"malformed tool call ({call.problem})", ToolError.MALFORMED
     tool = tools.get(call.name)

@@ -3,8 +3,9 @@
 Owns the rules from any Python value to text, and the cap. Never touches tokens. Invariant: the same
 value gives the same text, in the message and in the token ids, and every text can be encoded.
 
-Unit: a cap counts characters (Unicode code points), the cut marker included; both ends are kept,
-because results begin with what they are and end with what came out.
+Unit: a cap counts characters (Unicode code points), the cut marker included, so no character is
+ever split. By default the middle is cut away, because results begin with what they are and end
+with what came out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import dataclasses
 import json
 import re
 from typing import Any
+
+from ..types import CutSide
 
 _UNENCODABLE = re.compile("[\x00\ud800-\udfff]")
 _MAX_DEPTH = 32
@@ -43,20 +46,23 @@ def clean(text: str) -> str:
     return _UNENCODABLE.sub("�", text)
 
 
-def cut(text: str, limit: int) -> str:
-    """Return `text` within `limit` characters: its beginning and its end around a marker.
+def cut(text: str, limit: int, side: CutSide = "middle") -> str:
+    """Return `text` within `limit` characters, with a marker where something was cut away.
 
-    Unit: characters; the marker counts. Two thirds of the room go to the end.
+    Args:
+        text: whatever its length.
+        limit: in characters; the marker counts. One that has no room for it keeps text alone.
+        side: what is cut away: `middle` keeps a third of the room at the beginning and the rest
+            at the end, `left` keeps the end, `right` keeps the beginning.
     """
     if len(text) <= limit:
         return text
     # The marker's own length depends on the number in it, which depends on the marker's length.
-    room = limit - len(f"[... {len(text)} characters cut ...]")
-    if room <= 0:
-        return text[-limit:] if limit > 0 else ""
-    head = room // 3
-    tail = room - head
-    return f"{text[:head]}[... {len(text) - room} characters cut ...]{text[len(text) - tail :]}"
+    room = max(limit, 0) - len(f"[... {len(text)} characters cut ...]")
+    marker = f"[... {len(text) - room} characters cut ...]" if room > 0 else ""
+    room = room if room > 0 else max(limit, 0)
+    head = {"left": 0, "right": room, "middle": room // 3 if marker else 0}[side]
+    return f"{text[:head]}{marker}{text[len(text) - (room - head) :]}"
 
 
 def _is_text_part(part: Any) -> bool:
