@@ -95,6 +95,15 @@ class EngineTable(Table):
     """How long a retry waits for the partial reply of the call that it aborted."""
     probe_interval_s: float = Field(2.0, gt=0)
     """How often an engine is asked whether it is there."""
+    routed_experts: bool = False
+    """Ask for the experts that every token was routed to (R3) and deliver them with the sample; the
+    server needs --enable-return-routed-experts."""
+    indexer_topk: bool = False
+    """Ask for the indexer's choice too (sparse attention); --enable-return-indexer-topk."""
+    replay_layers: int = Field(0, ge=0)
+    """Layers of a row of routed experts; 0 reads the config.json beside the tokenizer."""
+    replay_top_k: int = Field(0, ge=0)
+    """Experts of a token in a layer; 0 reads the config.json beside the tokenizer."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -220,6 +229,9 @@ class WorkerTable(Table):
     """Longest trajectory in tokens; none is `model.max_context_tokens`."""
     execute_last_turn: bool = False
     """Run the calls of the last permitted turn too; off, they are recorded."""
+    on_divergence: Literal["reject", "fork", "keep_prefix"] = "reject"
+    """What becomes of recorded turns whose client rewrote history: a `merge_error`, several samples
+    of one rollout, or one sample of what the newest turn still holds."""
     lease_s: float = Field(15.0, ge=0.5)
     """After how long without a beat a member is taken from its worker."""
     max_attempts: int = Field(3, ge=1)

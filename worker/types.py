@@ -51,6 +51,14 @@ class Replay:
     """[rows, layers, top_k] int32."""
 
 
+class Witness(Protocol):
+    """Is told what an engine client really sent and got, to hold it against the sample."""
+
+    def add(self, pieces: tuple[bytes, ...], completion: Completion) -> None:
+        """Take one answered request: the pieces as they were joined into its body."""
+        ...
+
+
 @dataclass(slots=True)
 class RequestIds:
     """The token ids of one request, as pieces of JSON that the engine client joins."""
@@ -60,6 +68,8 @@ class RequestIds:
     num_tokens: int
     replay_start: int | None = None
     """First position of which routed experts are wanted; None asks for none."""
+    witness: Witness | None = None
+    """Set by the worker itself (`worker.fidelity`), never by a generate function."""
 
 
 @dataclass(slots=True)
@@ -252,6 +262,17 @@ class SpanRecorder(Protocol):
         ...
 
 
+class DivergencePolicy(StrEnum):
+    """What becomes of a trajectory whose client rewrote history (`worker.tito.divergence`)."""
+
+    REJECT = "reject"
+    """A merge error, recorded; nothing is trained."""
+    FORK = "fork"
+    """Several samples of one rollout, each append-only; every sampled token is in exactly one."""
+    KEEP_PREFIX = "keep_prefix"
+    """One sample along the newest context; sampled tokens that it no longer holds are dropped."""
+
+
 CutSide: TypeAlias = Literal["middle", "left", "right"]
 """Which part of a text that is too long is cut away."""
 
@@ -275,6 +296,8 @@ class Limits:
     max_parallel_calls: int | None = None
     """Calls of one turn that are run; the others are answered with an error."""
     execute_last_turn: bool = False
+    on_divergence: DivergencePolicy = DivergencePolicy.REJECT
+    """Of functions that record turns and merge them (`worker.generate.records`)."""
 
 
 @dataclass(slots=True)

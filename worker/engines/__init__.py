@@ -17,13 +17,14 @@ def create_engine(settings: Settings, *, max_token_id: int) -> EnginePool:
     """Return the engines of `[engine]`; inside a running event loop, without any I/O yet.
 
     Args:
-        settings: `engine`, `debug.wire_dir`.
+        settings: `engine`, `debug.wire_dir`, and `model` where replay rows are asked for.
         max_token_id: the highest id of the vocabulary; a reply with a higher one is a fault.
 
     Raises:
-        ConfigError: no URL, one that is none, or the same twice.
+        ConfigError: no URL, one that is none, or the same twice; replay rows of unknown shape.
     """
     from .pool import EnginePool, RetryPolicy
+    from .replay import replay_shape
 
     engine = settings.engine
     policy = RetryPolicy(
@@ -36,5 +37,9 @@ def create_engine(settings: Settings, *, max_token_id: int) -> EnginePool:
         probe_interval_s=engine.probe_interval_s,
     )
     return EnginePool(
-        engine.urls, max_token_id=max_token_id, policy=policy, wire_dir=settings.debug.wire_dir
+        engine.urls,
+        max_token_id=max_token_id,
+        policy=policy,
+        wire_dir=settings.debug.wire_dir,
+        replay=replay_shape(settings),
     )

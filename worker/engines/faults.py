@@ -32,6 +32,7 @@ class Detail(StrEnum):
     BAD_REPLY = "bad_reply"
     UNKNOWN_FINISH = "unknown_finish"
     PROMPT_MISMATCH = "prompt_mismatch"
+    REPLAY_MISMATCH = "replay_mismatch"
     CONTEXT_OVERFLOW = "context_overflow"
     REFUSED = "refused"
 
@@ -79,6 +80,11 @@ RULES: dict[Detail, Rule] = {
     Detail.UNKNOWN_FINISH: Rule("a finish reason that is not stop, length or abort", again=True),
     Detail.PROMPT_MISMATCH: Rule(
         "prompt_tokens is not the number of ids sent", again=False, retryable=False
+    ),
+    Detail.REPLAY_MISMATCH: Rule(
+        "replay rows are missing where they were asked for, or have other bytes than their shape",
+        again=True,
+        retryable=False,
     ),
     Detail.CONTEXT_OVERFLOW: Rule(
         "HTTP 4xx that says that prompt or budget exceed the context", again=False, retryable=False

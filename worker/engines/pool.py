@@ -23,6 +23,7 @@ from rollstream.sample import UNKNOWN_VERSION
 from ..sampling import Sampling
 from ..types import Completion, Finish, RequestIds
 from .faults import Detail, fault, rule_of
+from .replay import ReplayShape
 from .request import new_rid
 from .sglang import SglangClient, new_transport
 from .wire_log import WireLog
@@ -99,6 +100,7 @@ class EnginePool:
         max_token_id: int,
         policy: RetryPolicy | None = None,
         wire_dir: Path | None = None,
+        replay: ReplayShape | None = None,
         uniform: Callable[[], float] = random.random,
     ) -> None:
         if not urls:
@@ -120,6 +122,7 @@ class EnginePool:
                     connect_timeout_s=self._policy.connect_timeout_s,
                     abort_wait_s=self._policy.abort_wait_s,
                     wire_log=self._wire_log,
+                    replay=replay,
                 )
             )
             for url in urls

@@ -2,8 +2,9 @@
 
 Owns the typed reply and its validation. Never does I/O, and never reads the engine's text.
 Invariant: a `Completion` that leaves here has as many finite log-probs as ids, of the same ids,
-inside the vocabulary, behind the prompt that we sent, and version spans that cover it; anything
-else is an `EngineFault` and its tokens are discarded.
+inside the vocabulary, behind the prompt that we sent, version spans that cover it, and exactly the
+replay rows that were asked for; anything else is an `EngineFault` and its tokens are discarded. Its
+arrays are read-only: what was sampled is nobody's to change.
 
 Axes: C sampled tokens of one reply.
 """
@@ -19,6 +20,7 @@ from rollstream.sample import UNKNOWN_VERSION, LogProbs, PrefixCacheInfo, SpecIn
 
 from ..types import Completion, Finish
 from .faults import MESSAGE_CHARS, Detail, detail_of_status, fault
+from .replay import Asked, ReplayFields, read_experts, read_indexer
 
 LOGPROB_EPSILON = 1e-4
 """A log-prob may exceed 0 by this: rounding of a float32 log-softmax, with room to spare."""
@@ -47,7 +49,7 @@ class _FinishReason(msgspec.Struct, gc=False):
     status_code: int | None = None
 
 
-class _Meta(msgspec.Struct, gc=False):
+class _Meta(ReplayFields, gc=False):
     id: str | None = None
     finish_reason: _FinishReason | None = None
     prompt_tokens: int | None = None
@@ -83,6 +85,7 @@ def read_reply(
     num_prompt: int,
     version: int,
     max_token_id: int,
+    replay: Asked | None = None,
 ) -> Completion:
     """Return what an engine answered, validated.
 
@@ -94,6 +97,7 @@ def read_reply(
         num_prompt: how many ids we sent.
         version: the weight version current at dispatch.
         max_token_id: the highest id of the vocabulary.
+        replay: what the request asked for.
 
     Raises:
         EngineFault: by the table in `faults`.
@@ -120,6 +124,11 @@ def read_reply(
             f"{engine} saw {meta.prompt_tokens} prompt tokens of the {num_prompt} that were sent; "
             "does it truncate prompts?",
         )
+    num_fed = num_prompt + len(ids) - 1
+    experts = read_experts(
+        meta.routed_experts, replay, num_fed=num_fed, finish=finish, engine=engine
+    )
+    ids.flags.writeable = log_probs.flags.writeable = False
     return Completion(
         ids=ids,
         log_probs=log_probs,
@@ -131,6 +140,8 @@ def read_reply(
         matched=_matched(meta.finish_reason),
         cache=PrefixCacheInfo(meta.cached_tokens or 0, num_prompt),
         spec=_spec(meta, len(ids)),
+        routed_experts=experts,
+        indexer_topk=read_indexer(meta, replay, num_fed=num_fed, finish=finish, engine=engine),
     )
 
 

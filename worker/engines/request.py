@@ -19,6 +19,7 @@ from rollstream.sample import UNKNOWN_VERSION
 
 from ..sampling import Sampling
 from ..types import RequestIds
+from .replay import Asked
 
 ROUTING_HEADER = "x-smg-routing-key"
 """Read by SGLang's router (policies manual and consistent_hashing)."""
@@ -41,6 +42,7 @@ _FIXED: dict[str, Any] = {
     "no_stop_trim": True,
 }
 _FLAGS = b',"return_logprob":true,"return_routed_experts":false,"return_indexer_topk":false,'
+_TRUTH = {False: b"false", True: b"true"}
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -56,7 +58,13 @@ class RequestWriter:
         self._prefixes: dict[tuple[Any, ...], bytes] = {}
 
     def head(
-        self, sampling: Sampling, *, rid: str, routing_key: str, salt: int = UNKNOWN_VERSION
+        self,
+        sampling: Sampling,
+        *,
+        rid: str,
+        routing_key: str,
+        salt: int = UNKNOWN_VERSION,
+        replay: Asked | None = None,
     ) -> bytes:
         """Return everything in front of the ids.
 
@@ -65,13 +73,14 @@ class RequestWriter:
             rid: of this try.
             routing_key: any text.
             salt: the weight version that the prefix cache is salted with; unknown is no salt.
+            replay: which rows are wanted back; None asks in the very bytes of a request without.
         """
         extra = b"" if salt == UNKNOWN_VERSION else b',"extra_key":"v%d"' % salt
         return b'%b"max_new_tokens":%d,"sampling_seed":%d}%b"stream":false,"rid":"%b",' % (
             self._prefix(sampling),
             sampling.max_new_tokens,
             sampling.seed,
-            _FLAGS,
+            _FLAGS if replay is None else _replay_flags(replay),
             rid.encode(),
         ) + b'"routing_key":%b%b,"input_ids":[' % (_ENCODER.encode(routing_key), extra)
 
@@ -107,6 +116,16 @@ def _encode_prefix(sampling: Sampling) -> bytes:
         if value != default:
             words[name] = value
     return b'{"sampling_params":' + _ENCODER.encode({**words, **_FIXED})[:-1] + b","
+
+
+def _replay_flags(asked: Asked) -> bytes:
+    experts, indexer = asked.shape.experts is not None, asked.shape.indexer is not None
+    start = b',"routed_experts_start_len":%d' % asked.start if experts else b""
+    return b',"return_logprob":true,"return_routed_experts":%b%b,"return_indexer_topk":%b,' % (
+        _TRUTH[experts],
+        start,
+        _TRUTH[indexer],
+    )
 
 
 TAIL = b"]}"

@@ -24,6 +24,7 @@ from rollstream.sample import UNKNOWN_VERSION
 from ..sampling import Sampling
 from ..types import Completion, Finish, RequestIds
 from .faults import Detail, detail_of_status, fault
+from .replay import Asked, ReplayShape
 from .reply import UNREADABLE, error_text, read_reply, read_version
 from .request import ROUTING_HEADER, TAIL, RequestWriter, body_bytes, body_length
 from .wire_log import WireLog
@@ -46,17 +47,22 @@ def new_transport() -> AiohttpTransport:
 
 
 class _Body(httpx.AsyncByteStream):
-    """A request's body, joined only when it is written."""
+    """A request's body, joined only when it is written.
+
+    Attributes:
+        sent: the pieces that were joined; empty before.
+    """
 
     def __init__(self, head: bytes, pieces: Sequence[bytes]) -> None:
         self._parts: tuple[bytes, Sequence[bytes]] | None = (head, pieces)
+        self.sent: tuple[bytes, ...] = ()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         if self._parts is None:
             raise httpx.StreamConsumed
         head, pieces = self._parts
-        self._parts = None
-        yield b"".join((head, b",".join(pieces), TAIL))
+        self._parts, self.sent = None, tuple(pieces)
+        yield b"".join((head, b",".join(self.sent), TAIL))
 
 
 class ModelInfo(msgspec.Struct):
@@ -97,6 +103,7 @@ class SglangClient:
         connect_timeout_s: float,
         abort_wait_s: float,
         wire_log: WireLog | None = None,
+        replay: ReplayShape | None = None,
     ) -> None:
         try:
             base = httpx.URL(url)
@@ -111,7 +118,7 @@ class SglangClient:
         self._max_token_id = max_token_id
         self._abort_wait_s = abort_wait_s
         self._writer = RequestWriter()
-        self._wire_log = wire_log
+        self._wire_log, self._replay = wire_log, replay
         self._extensions = {"timeout": {"connect": connect_timeout_s, "read": None, "pool": None}}
         self._tasks: set[asyncio.Task[bool]] = set()
         self._closed = False
@@ -143,9 +150,12 @@ class SglangClient:
         Raises:
             EngineFault: by the table in `faults`.
         """
-        head = self._writer.head(sampling, rid=rid, routing_key=routing_key, salt=salt)
-        request = self._request(head, prompt, routing_key)
-        num_prompt = prompt.num_tokens
+        asked = self._asked(prompt)
+        head = self._writer.head(
+            sampling, rid=rid, routing_key=routing_key, salt=salt, replay=asked
+        )
+        request, body = self._request(head, prompt, routing_key)
+        num_prompt, witness = prompt.num_tokens, prompt.witness
         if self._wire_log is not None:
             await self._wire_log.keep(rid, "req", body_bytes(head, prompt))
         del head, prompt
@@ -154,7 +164,7 @@ class SglangClient:
         timer = loop.call_later(timeout_s, patience.end)
         try:
             async with asyncio.timeout(min(timeout_s + self._abort_wait_s, limit_s)):
-                status, raw = await self._send(request)
+                status, raw = await self._send(request, _longest_reply(asked, num_prompt, sampling))
         except TimeoutError:
             if not patience.over:
                 self.abort_soon(rid)
@@ -174,26 +184,46 @@ class SglangClient:
             num_prompt=num_prompt,
             version=version,
             max_token_id=self._max_token_id,
+            replay=asked,
         )
+        if witness is not None:
+            witness.add(body.sent, completion)
         if patience.over and completion.finish is Finish.ABORT:
             raise fault(Detail.TIMEOUT, f"{self.url}: aborted after {timeout_s:g} s")
         return completion
 
-    def _request(self, head: bytes, prompt: RequestIds, routing_key: str) -> httpx.Request:
+    def _asked(self, prompt: RequestIds) -> Asked | None:
+        if prompt.replay_start is None:
+            return None
+        if self._replay is None:
+            raise fault(
+                Detail.REFUSED,
+                "replay rows were asked for (replay_start), but their shape is not known here: set "
+                "engine.routed_experts, or leave replay off",
+            )
+        return Asked(self._replay, prompt.replay_start)
+
+    def _request(
+        self, head: bytes, prompt: RequestIds, routing_key: str
+    ) -> tuple[httpx.Request, _Body]:
         headers = {
             "content-type": "application/json",
             "content-length": str(body_length(head, prompt.pieces)),
             ROUTING_HEADER: _header_value(routing_key),
         }
-        return httpx.Request(
+        body = _Body(head, prompt.pieces)
+        request = httpx.Request(
             "POST",
             self._generate_url,
             headers=headers,
-            stream=_Body(head, prompt.pieces),
+            stream=body,
             extensions=self._extensions,
         )
+        return request, body
 
-    async def _send(self, request: httpx.Request) -> tuple[int, bytes]:
+    async def _send(
+        self, request: httpx.Request, max_bytes: int = MAX_REPLY_BYTES
+    ) -> tuple[int, bytes]:
         """Return status and whole body; half a body is a fault, never an answer."""
         if self._closed:
             raise fault(Detail.NO_ENGINE, f"{self.url}: the client is closed")
@@ -205,10 +235,10 @@ class SglangClient:
                 async for chunk in response.stream:
                     chunks.append(chunk)
                     num_bytes += len(chunk)
-                    if num_bytes > MAX_REPLY_BYTES:
+                    if num_bytes > max_bytes:
                         raise fault(
                             Detail.BAD_REPLY,
-                            f"{self.url}: the body is larger than {MAX_REPLY_BYTES} bytes",
+                            f"{self.url}: the body is larger than {max_bytes} bytes",
                         )
             finally:
                 await response.aclose()
@@ -279,6 +309,14 @@ class SglangClient:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         self._closed = True
+
+
+def _longest_reply(asked: Asked | None, num_prompt: int, sampling: Sampling) -> int:
+    """Return how large a reply may be: replay rows come on top of everything else."""
+    if asked is None:
+        return MAX_REPLY_BYTES
+    num_tokens = num_prompt + sampling.max_new_tokens
+    return MAX_REPLY_BYTES + num_tokens * asked.shape.bytes_a_token
 
 
 def _header_value(text: str) -> str:

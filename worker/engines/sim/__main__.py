@@ -16,6 +16,7 @@ from rollstream.errors import ConfigError
 from .answers import load_answers
 from .faults import Fault, FaultConfig
 from .http import port_of, serve
+from .numbers import ReplayConfig
 from .policy import NOTICE, Policy
 from .script import PolicyConfig
 from .server import SimEngine
@@ -49,6 +50,12 @@ def parser() -> argparse.ArgumentParser:
             metavar="SHARE",
         )
     cli.add_argument("--slow-factor", type=float, default=default.slow_factor)
+    replay = ReplayConfig()
+    cli.add_argument(
+        "--replay-layers", type=int, default=0, help="serve routed experts of so many layers"
+    )
+    cli.add_argument("--replay-top-k", type=int, default=replay.top_k)
+    cli.add_argument("--replay-experts", type=int, default=replay.num_experts)
     policy = PolicyConfig()
     for name, value in policy.to_dict().items():
         flag = "--" + name.replace("_", "-")
@@ -84,6 +91,7 @@ def build(args: argparse.Namespace) -> SimEngine:
         faults=faults,
         context_tokens=args.context_tokens,
         weight_version=args.weight_version,
+        replay=ReplayConfig(args.replay_layers, args.replay_top_k, args.replay_experts),
     )
 
 

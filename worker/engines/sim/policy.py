@@ -4,10 +4,11 @@ A STAND-IN FOR A MODEL, NOT A MODEL: it looks answers up in a table, and a hash 
 right.
 
 Owns `expected`, which the server and an auditor call alike. Never keeps state, looks at a clock, or
-draws from a shared generator. Invariant: ids and log-probs are a function of (sampling_seed, the
-ids up to the last generation prompt, absolute position). What follows that generation prompt is
-the partial text of a call that was cut, so a resumed call continues the same text; a fault changes
-only where a reply ends, or whether it arrives.
+draws from a shared generator. Invariant: ids are a function of (sampling_seed, the ids up to the
+last generation prompt), and a log-prob is one of the ids up to it and the temperature, whoever
+sampled them. What follows the generation prompt is the partial text of a call that was cut, so a
+resumed call continues the same text; a fault changes only where a reply ends, or whether it
+arrives.
 
 Axes: P prompt ids, C ids of one reply.
 """
@@ -17,14 +18,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from rollstream.sample import LogProbs, TokenIds
 
+from . import numbers
 from .script import Draw, PolicyConfig, Situation, write_text
 from .vocabulary import Vocabulary
 
@@ -76,7 +77,7 @@ class Policy:
         Args:
             prompt_ids: [P] everything that the engine was sent, as `Sample.tokens[:call.start]`.
             sampling: `Call.sampling`: `seed` (or SGLang's `sampling_seed`), `max_new_tokens`,
-                `stop_token_ids`, `stop`; other parameters change nothing.
+                `stop_token_ids`, `stop`, `temperature`; other parameters change nothing.
 
         Shape: [C] int32, [C] float32.
         """
@@ -87,15 +88,27 @@ class Policy:
         """Return what `expected` does, with the reason why it ends."""
         prompt = np.asarray(prompt_ids, dtype=np.int32)
         seed = sampling.get("seed", sampling.get("sampling_seed"))
-        head, said, script, key = self._script(prompt, DEFAULT_SEED if seed is None else int(seed))
+        said, script = self._script(prompt, DEFAULT_SEED if seed is None else int(seed))
         ids, matched = self._cut_at_stops(script[said:], sampling)
         finish = "stop"
         limit = sampling.get("max_new_tokens")
         limit = 128 if limit is None else int(limit)
         if len(ids) > limit:
             ids, finish, matched = ids[:limit], "length", None
-        positions = np.arange(head + said, head + said + len(ids), dtype=np.uint64)
-        return Reply(ids, _log_probs(key, positions), finish, matched)
+        temperature = sampling.get("temperature")
+        log_probs = self.score(
+            np.concatenate([prompt, ids]),
+            len(prompt),
+            1.0 if temperature is None else float(temperature),
+        )
+        return Reply(ids, log_probs, finish, matched)
+
+    def score(self, ids: TokenIds, start: int, temperature: float = 1.0) -> LogProbs:
+        """Return the log-probs of the ids from `start` on, whoever wrote them.
+
+        Shape: [L - start] float32.
+        """
+        return numbers.log_probs(ids, start, temperature)
 
     def mismatch(
         self,
@@ -124,30 +137,27 @@ class Policy:
             return f"log-prob {at} is {log_probs[at]!r}, {want_log_probs[at]!r} was sampled"
         return None
 
-    def _script(self, prompt: TokenIds, seed: int) -> tuple[int, int, TokenIds, int]:
-        """Return (length of the head, how many ids are said already, the whole reply, lp key).
+    def _script(self, prompt: TokenIds, seed: int) -> tuple[int, TokenIds]:
+        """Return (how many ids are said already, the whole reply).
 
         Ids behind the generation prompt that are no prefix of this script were not said by it (a
         prefilled answer, a prompt without any chat format): then the head is the whole prompt.
         """
         opener = self.vocabulary.opener_end(prompt)
         if opener is not None:
-            script, key = self._write(prompt[:opener], seed)
+            script = self._write(prompt[:opener], seed)
             said = len(prompt) - opener
             if said <= len(script) and np.array_equal(prompt[opener:], script[:said]):
-                return opener, said, script, key
-        script, key = self._write(prompt, seed)
-        return len(prompt), 0, script, key
+                return said, script
+        return 0, self._write(prompt, seed)
 
-    def _write(self, head: TokenIds, seed: int) -> tuple[TokenIds, int]:
+    def _write(self, head: TokenIds, seed: int) -> TokenIds:
         digest = hashlib.blake2b(
             np.ascontiguousarray(head, dtype="<i4").tobytes(),
-            digest_size=24,
+            digest_size=16,
             key=(seed & (2**64 - 1)).to_bytes(8, "little"),
         ).digest()
-        text_key, split_key, lp_key = (
-            int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16)
-        )
+        text_key, split_key = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8))
         question, tools, results = self.vocabulary.read_prompt(head)
         situation = Situation(
             question=question,
@@ -157,12 +167,13 @@ class Policy:
         )
         text = write_text(situation, self.config, Draw(text_key))
         ids = self.vocabulary.encode_reply(text)
-        return self._split(ids, split_key), lp_key
+        return self._split(ids, split_key)
 
     def _split(self, ids: TokenIds, key: int) -> TokenIds:
         """Return the same text with some tokens spelt as two."""
         chosen = np.flatnonzero(
-            _unit(_mix(key, np.arange(len(ids), dtype=np.uint64))) < self.config.split_rate
+            numbers.unit(numbers.mix(key, np.arange(len(ids), dtype=np.uint64)))
+            < self.config.split_rate
         )
         if not len(chosen):
             return ids
@@ -190,29 +201,3 @@ class Policy:
             if num is not None:
                 ids, matched = ids[:num], stop
         return ids, matched
-
-
-Bits: TypeAlias = npt.NDArray[np.uint64]
-
-
-def _mix(key: int, counters: Bits) -> Bits:
-    """Return one well-mixed 64-bit number per counter (splitmix64)."""
-    with np.errstate(over="ignore"):
-        z = counters * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def _unit(bits: Bits) -> npt.NDArray[np.float64]:
-    """Return numbers in [0, 1) with 53 bits, exact on every machine."""
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _log_probs(key: int, positions: Bits) -> LogProbs:
-    """Return log-probs in (-4.01, 0): mostly near 0, sometimes far from it.
-
-    Products only: IEEE fixes their bits, which it does not for powers and logarithms.
-    """
-    unit = _unit(_mix(key, positions))
-    return np.asarray(-(unit * unit * unit * 4.0) - 2.0**-20, dtype=np.float32)

@@ -60,6 +60,10 @@ class _Body(msgspec.Struct):
     rid: str | None = None
     stream: bool | None = None
     text: Any = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,10 @@ class GenerateBody:
     rid: str
     input_ids: list[int]
     sampling: dict[str, Any]
+    score_from: int | None = None
+    """First input position that is scored; None scores none."""
+    experts_from: int | None = None
+    """First position whose routed experts are wanted; None wants none."""
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -100,7 +108,37 @@ def read_generate(
     sampling = body.sampling_params or {}
     _check_sampling(sampling)
     _check_length(len(ids), sampling.get("max_new_tokens"), context_tokens)
-    return GenerateBody(body.rid or new_rid(), ids, sampling)
+    return GenerateBody(
+        body.rid or new_rid(),
+        ids,
+        sampling,
+        _score_from(body, len(ids)),
+        _experts_from(body, len(ids)),
+    )
+
+
+def _score_from(body: _Body, num_ids: int) -> int | None:
+    start = body.logprob_start_len
+    if not body.return_logprob or start is None or start < 0 or start == num_ids:
+        return None
+    if start > num_ids:
+        raise Refused(
+            f"req.logprob_start_len={start} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={num_ids}. Please use a smaller logprob_start_len."
+        )
+    return start
+
+
+def _experts_from(body: _Body, num_ids: int) -> int | None:
+    if not body.return_routed_experts:
+        return None
+    start = body.routed_experts_start_len
+    if not 0 <= start <= num_ids:
+        raise Refused(
+            f"recv_req.routed_experts_start_len={start} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={num_ids}. Please use a smaller routed_experts_start_len."
+        )
+    return start
 
 
 def _check_sampling(sampling: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ policy's, whatever happens meanwhile, and nothing here blocks: a request in flig
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import time
 from collections import Counter
@@ -16,9 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+
+from rollstream.sample import TokenIds
 
 from .faults import CUTS, Fault, FaultConfig, FaultDice
 from .http import Exchange
+from .numbers import ReplayConfig, routed_experts
 from .policy import NOTICE, Policy, Reply
 from .protocol import (
     GenerateBody,
@@ -66,11 +71,13 @@ class SimEngine:
         faults: FaultConfig | None = None,
         context_tokens: int = 32768,
         weight_version: str = "default",
+        replay: ReplayConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
         self.faults = faults or FaultConfig()
         self.weight_version = weight_version
+        self.replay = replay or ReplayConfig()
         self.counts: Counter[str] = Counter()
         self._clock = clock
         self._dice = FaultDice(self.faults)
@@ -188,6 +195,7 @@ class SimEngine:
             "output_token_logprobs": list(zip(log_probs, ids, [None] * num, strict=True)),
             "weight_versions": version_spans(flight.changes, self.weight_version, num),
         }
+        self._add_numbers(meta, flight.request, flight.reply.ids[:num])
         body = {
             "text": self.policy.vocabulary.decode(flight.reply.ids[:num]),
             "output_ids": ids,
@@ -195,6 +203,20 @@ class SimEngine:
         }
         self.counts[f"finish_{finish['type']}"] += 1
         flight.exchange.answer(200, _ENCODER.encode(body))
+
+    def _add_numbers(self, meta: dict[str, Any], request: GenerateBody, sampled: TokenIds) -> None:
+        """Add the log-probs of the prompt and the routed experts, where they were asked for."""
+        fed = np.concatenate([np.asarray(request.input_ids, dtype=np.int32), sampled])
+        start = request.score_from
+        if start is not None:
+            ids = request.input_ids[start:]
+            # As in SGLang: the first entry has no log-prob, whatever position it is of.
+            scores = [None, *self.policy.score(fed[: len(request.input_ids)], start + 1).tolist()]
+            meta["input_token_logprobs"] = list(zip(scores, ids, [None] * len(ids), strict=True))
+            self.counts["scored"] += 1
+        if request.experts_from is not None and self.replay.layers:
+            rows = routed_experts(fed, request.experts_from, self.replay)
+            meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
     def _forget(self, flight: _Flight) -> None:
         if flight.timer is not None:
