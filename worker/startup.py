@@ -81,8 +81,6 @@ def _env_runtime(
             tool_output_chars=worker.tool_output_chars,
             tool_output_side=worker.tool_output_side,
             max_parallel_calls=worker.max_parallel_calls,
-            tool_output_side=worker.tool_output_side,
-            max_parallel_calls=worker.max_parallel_calls,
             execute_last_turn=table.execute_last_turn,
             on_divergence=DivergencePolicy(worker.on_divergence),
         ),
