@@ -49,7 +49,8 @@ class RenderersBackend:
 
         Args:
             tokenizer: the one that `inner` encodes with.
-            inner: has `render_ids`, `bridge_to_next_turn`, `parse_response`, `get_stop_token_ids`.
+            inner: has `render_ids`, `bridge_to_next_turn`, `parse_response`, `get_stop_token_ids`;
+                and `closing(sampled, held)` where it knows itself what closes a turn.
             close: the id that is written behind a turn that did not close itself; None where the
                 next message's role id does it.
             reasoning: ids that open and close a reasoning block, where the family has them.
@@ -75,8 +76,12 @@ class RenderersBackend:
     @classmethod
     def of_family(cls, tokenizer: Tokenizer, family: Family, name: str = "") -> RenderersBackend:
         """Return the renderer of a family over a vocabulary that has the family's ids."""
-        kind = getattr(import_renderers(family.module), family.renderer)
-        config = getattr(import_renderers("configs"), family.config)(**family.options)
+        if family.build is not None:
+            inner = family.build(tokenizer, family)
+        else:
+            kind = getattr(import_renderers(family.module), family.renderer)
+            config = getattr(import_renderers("configs"), family.config)(**family.options)
+            inner = kind(tokenizer, config)
 
         def number(token: str) -> int:
             found = tokenizer.token_id(token)
@@ -86,7 +91,7 @@ class RenderersBackend:
         opener, closer = family.reasoning or ("", "")
         return cls(
             tokenizer,
-            kind(tokenizer, config),
+            inner,
             number(family.close) if family.close else None,
             (number(opener), number(closer)) if family.reasoning else None,
             closes=[number(token) for token in family.closes],
@@ -100,6 +105,16 @@ class RenderersBackend:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an assistant turn."""
         return self._stop_ids
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids that may stand behind an assistant turn in the template."""
+        return self._closes | frozenset(self._close)
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that no text of anybody may give."""
+        return self.tokenizer.control_ids
 
     @property
     def max_token_id(self) -> int:
@@ -293,6 +308,13 @@ class RenderersBackend:
 
     def _closing(self, sampled: list[int], held: list[int]) -> list[int]:
         """Return what closes a turn that has no close, or none at its end."""
+        own = getattr(self._inner, "closing", None)
+        if own is not None:
+            return list(own(sampled, held))
+        own = getattr(self._inner, "closing", None)
+        if own is not None:
+            closing: list[int] = own(sampled, held)
+            return closing
         if self._reasoning is None or any(number in self._stop_ids for number in sampled):
             return self._close
         if self._unfinished_reasoning(sampled, held) is None:

@@ -8,15 +8,15 @@ own conversations append-only, with the ids of its family.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from rollstream.errors import ConfigError, MergeFault
+from rollstream.errors import ConfigError
 from rollstream.sample import Message, Prompt
 
 from ..types import PromptIds, Renderer
 from .backend import RenderersBackend
 from .families import FAMILIES, Family
-from .ids import as_ids, prompt_ids
+from .ids import prompt_ids
+from .selftest import self_test
 from .tokenizer import Tokenizer
 
 
@@ -38,8 +38,13 @@ def load_renderer(tokenizer_path: str | Path, renderer_name: str) -> RenderersBa
         )
     tokenizer = Tokenizer.load(tokenizer_path, family.scaffold)
     _check_vocabulary(tokenizer, family, renderer_name)
-    renderer = RenderersBackend.of_family(tokenizer, family)
-    self_test(renderer, tokenizer.name_or_path)
+    renderer = RenderersBackend.of_family(tokenizer, family, renderer_name)
+    self_test(
+        renderer,
+        tokenizer.name_or_path,
+        thinking=family.thinking,
+        parallel_calls=family.parallel_calls,
+    )
     return renderer
 
 
@@ -72,70 +77,3 @@ def _check_vocabulary(tokenizer: Tokenizer, family: Family, name: str) -> None:
                 f"{name!r}: {token} {what}; give the tokenizer.json of the model that the engines "
                 "serve, or the name of its renderer"
             )
-
-
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look a word up.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-        },
-    }
-]
-_CALL = {"type": "function", "function": {"name": "look", "arguments": {"word": "né"}}}
-_CONVERSATION: list[dict[str, Any]] = [
-    {"role": "system", "content": "Answer briefly."},
-    {"role": "user", "content": "What does né mean? 🙂"},
-    {"role": "assistant", "content": "I look.", "tool_calls": [_CALL, _CALL]},
-    {"role": "tool", "content": "born\n"},
-    {"role": "tool", "content": " (male)"},
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "content": ""},
-]
-_TEXT = "naïve \t x = 12_345;\r\n\r\n日本語 🙂 it's"
-
-
-def self_test(renderer: Renderer, name: str) -> None:
-    """Refuse a vocabulary and template that do not extend a conversation append-only.
-
-    Every assistant turn of a short conversation with tools is taken from the full rendering, given
-    back as if an engine had sampled it, and extended by what follows; that must give the full
-    rendering again.
-
-    Raises:
-        ConfigError: names the message behind which it does not.
-    """
-    if renderer.decode(renderer.encode(_TEXT)) != _TEXT:
-        raise ConfigError(f"model.tokenizer: {name!r} does not decode to the text it encoded")
-    turns = [i for i, message in enumerate(_CONVERSATION) if message["role"] == "assistant"]
-    for place, following in zip(turns, [*turns[1:], len(_CONVERSATION)], strict=True):
-        held = renderer.render(_CONVERSATION[:place], _TOOLS)
-        full = renderer.render(_CONVERSATION[:following], _TOOLS)
-        reason = _refusal(renderer, held.tolist(), full.tolist(), place, following)
-        if reason:
-            raise ConfigError(
-                f"model.tokenizer: {name!r} cannot extend a conversation behind message {place}: "
-                f"{reason}; is it the tokenizer.json of the model that the engines serve?"
-            )
-
-
-def _refusal(
-    renderer: Renderer, held: list[int], full: list[int], place: int, following: int
-) -> str:
-    if full[: len(held)] != held:
-        return "the rendering of an earlier part is not a prefix of a later one"
-    rest = full[len(held) :]
-    close = next((i for i, number in enumerate(rest) if number in renderer.stop_token_ids), None)
-    if close is None:
-        return "the assistant turn is not closed"
-    try:
-        suffix = renderer.extend(
-            as_ids(held), as_ids(rest[: close + 1]), _CONVERSATION[place + 1 : following], _TOOLS
-        )
-    except MergeFault as fault:
-        return fault.message
-    if suffix.tolist() != rest[close + 1 :]:
-        return "extending it gives other ids than rendering it whole"
-    return ""

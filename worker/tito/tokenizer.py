@@ -68,6 +68,11 @@ class Tokenizer:
         added = list(inner.get_added_tokens_decoder().values())
         self.controls = frozenset(t.content for t in added if _is_control(t.content))
         """Every control string of the vocabulary."""
+        self.control_ids = frozenset(
+            number
+            for number, token in inner.get_added_tokens_decoder().items()
+            if token.content in self.controls
+        )
         self._insides = frozenset(token.strip(_BRACKETS) for token in self.controls)
         self._found = any_of([*self.controls, CUT])
         self._places: dict[str, int] = {}

@@ -6,6 +6,7 @@ ids over its published vocabulary are tests, and `NOT_RUN` is never chosen for a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -48,6 +49,10 @@ class Family:
     not known here and the token only has to be there."""
     scaffold: tuple[str, ...] = ()
     """Template text that is encoded at every turn."""
+    build: Callable[[Any, Family], Any] | None = None
+    """Makes what renders, of our tokenizer and this record, where the package's own class is not
+    enough; its methods are the package's, and `closing(sampled, held)`, where there is one, returns
+    what is written behind a turn that did not close itself."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the config class."""
     reasoning: tuple[str, str] | None = None
@@ -61,6 +66,10 @@ class Family:
     markup: tuple[str, ...] = ()
     """Control strings that an assistant message may carry in its content (calls in their own
     spelling); the markers of `reasoning` always may."""
+    thinking: bool = True
+    """A turn may begin with reasoning (not where the generation prompt closed an empty block)."""
+    parallel_calls: bool = True
+    """The template takes several calls in one turn."""
     call_form: CallForm = CallForm.JSON_BLOCK
     models: tuple[str, ...] = ()
     """Exact hub ids that `auto` takes for it."""

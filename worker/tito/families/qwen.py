@@ -34,6 +34,7 @@ def _qwen3(*, enable_thinking: bool) -> Family:
         options={"enable_thinking": enable_thinking, "thinking_retention": "all"},
         reasoning=("<think>", "</think>"),
         markup=("<tool_call>", "</tool_call>"),
+        thinking=enable_thinking,
         proof=Proof.VERIFIED,
     )
 
