@@ -13,7 +13,7 @@ from rollstream.errors import ConfigError
 from tests import toy
 from worker import offload
 from worker.tito.backend import RenderersBackend
-from worker.tito.load import load_renderer, render_prompt, self_test
+from worker.tito.load import load_renderer, render_prompt
 
 
 def test_load_lists_the_known_names_when_the_name_is_unknown(vocabulary: Path) -> None:
@@ -43,42 +43,6 @@ def test_load_names_the_token_that_another_vocabulary_lacks_or_numbers_otherwise
     )
     with pytest.raises(ConfigError, match=r"<\|endoftext\|> is missing, expected id 151643"):
         load_renderer(tmp_path, "qwen3")
-
-
-def test_self_test_passes_for_the_toy_and_for_qwen3(qwen: RenderersBackend) -> None:
-    self_test(toy.toy_renderer(), "toy")
-    self_test(qwen, "qwen3")
-
-
-@pytest.mark.parametrize(
-    ("damage", "what"),
-    [
-        (lambda ids: [*ids, 10], "behind message 2: extending it gives other ids"),
-        (lambda ids: [1, *ids], "behind message 2: the bridge changed what was held"),
-        (lambda ids: ids if 1240 in ids[:40] else [*ids, 10], "behind message 2"),
-    ],
-)
-def test_self_test_names_the_message_behind_which_it_fails(damage: Any, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        self_test(toy.toy_renderer(damage=damage), "toy")
-
-
-def test_self_test_refuses_a_template_that_rewrites_history() -> None:
-    class Rewriting(toy.ToyTemplate):
-        def render_ids(self, messages: Any, **options: Any) -> list[int]:
-            return [1000 + len(messages), *super().render_ids(messages, **options)]
-
-    tokenizer = toy.toy_tokenizer()
-    renderer = RenderersBackend(tokenizer, Rewriting(tokenizer), toy.CLOSE)
-    with pytest.raises(ConfigError, match="message 2: the rendering of an earlier part is not a"):
-        self_test(renderer, "toy")
-
-
-def test_self_test_refuses_a_vocabulary_that_loses_text() -> None:
-    renderer = toy.toy_renderer()
-    renderer.decode = lambda ids: ""  # type: ignore[method-assign]  # the damage
-    with pytest.raises(ConfigError, match="does not decode to the text it encoded"):
-        self_test(renderer, "toy")
 
 
 def test_thinking_can_be_switched_off_by_name(vocabulary: Path) -> None:
