@@ -76,9 +76,9 @@ class ModelTable(Table):
 class EngineTable(Table):
     """The inference engines."""
 
-    kind: Literal["sglang", "sim"] = "sglang"
-    """The protocol that the engines speak. The simulated engine speaks SGLang's, so `sim` does the
-    same as `sglang`, and says what the engines are."""
+    kind: Literal["sglang", "hf", "sim"] = "sglang"
+    """The protocol that the engines speak. The engine over transformers and the simulated one speak
+    SGLang's, so `hf` and `sim` do the same as `sglang`, and say what the engines are."""
     urls: tuple[str, ...] = ()
     """Root URLs of the engines."""
     request_timeout_s: float = Field(600.0, gt=0)
