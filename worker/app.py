@@ -30,6 +30,7 @@ from .aggregate.aggregator import Aggregator, AggregatorLimits
 from .bounded import THREADS
 from .engines import create_engine
 from .engines.pool import EnginePool
+from .fidelity import Fidelity
 from .generate.finish import finish
 from .groups import GroupBook
 from .heart import LOST, OVER, Heart, Role, RunView
@@ -79,6 +80,7 @@ class Worker:
             self._metrics, lag_s=lambda: self._pulse.lag_s, ready=self._checks
         )
         self._gc = GcPolicy()
+        self._fidelity = Fidelity()
         self._tasks: list[asyncio.Task[Any]] = []
         self._closing = contextlib.AsyncExitStack()
         self._pool: EnginePool | None = None
@@ -182,6 +184,8 @@ class Worker:
             version=lambda: self._view.version,
             run_seed=settings.run.seed,
             debug_messages=settings.debug.messages,
+            replay=settings.engine.routed_experts or settings.engine.indexer_topk,
+            fidelity=self._fidelity,
         )
         self._shift = Shift(
             self._queue,
@@ -354,6 +358,8 @@ class Worker:
         if self._pool is not None:
             for i, engine in enumerate(self._pool.counters.engines):
                 self._metrics.engine_state(i, up=engine.up, totals=engine.requests)
+        found = self._fidelity.counters
+        self._metrics.fidelity(found.mismatches, checked=found.checked, unknown=found.unknown)
 
     async def _checks(self) -> dict[str, bool]:
         checks = {"redis": await self._redis_answers()}

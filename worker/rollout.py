@@ -26,6 +26,7 @@ from rollstream.errors import (
 from rollstream.group import Trajectory
 from rollstream.sample import Sample
 
+from .fidelity import Fidelity, Watch, WatchedEngine
 from .functions import describe
 from .groups import GroupBook, new_sample
 from .memory import MEMORY
@@ -64,10 +65,13 @@ class Rollout:
         version: Callable[[], int],
         run_seed: int,
         debug_messages: bool = False,
+        replay: bool = False,
+        fidelity: Fidelity | None = None,
     ) -> None:
         self._engine, self._renderer, self._book = engine, renderer, book
         self._finish, self._version, self._run_seed = finish, version, run_seed
-        self._debug_messages = debug_messages
+        self._debug_messages, self._replay = debug_messages, replay
+        self._fidelity = fidelity or Fidelity()
 
     async def run(self, work: Work) -> Ending:
         """Run one attempt to its ending."""
@@ -109,10 +113,11 @@ class Rollout:
         with boundary(EnvFault):
             prompt = await self._book.prompt_of(work.group)
         key, member = work.group.key, sample.member
+        watch = Watch(prompt, is_prompt_proven=work.group.is_prompt_proven)
         work.given = given = GenerateInput(
             sample=sample,
             sampling=work.group.sampling,
-            engine=self._engine,
+            engine=WatchedEngine(self._engine, watch),
             renderer=self._renderer,
             tools=work.group.tools,
             spans=work.spans,
@@ -122,10 +127,13 @@ class Rollout:
             version=self._version,
             turn_seed=lambda turn: call_seed(self._run_seed, key, member, turn),
             debug_messages=self._debug_messages,
+            replay=self._replay,
         )
         work.lifecycle["gen_start"] = time.time()
         with boundary(AgentFault):
             trajectory = self._finish(sample, await env.generate(given))
+        self._fidelity.judge(trajectory, watch)
+        work.group.is_prompt_proven |= watch.is_prompt_proven
         await self._score(work, env, trajectory)
         return trajectory
 

@@ -139,6 +139,8 @@ class GroupWork:
     problem: str = ""
     """Why no member can run: a record that cannot be read, an unknown environment, …"""
     members: int = 0
+    is_prompt_proven: bool = False
+    """A sample's whole request was compared with its ids, the prompt's JSON included."""
     rendered: Any = None
     """`PromptIds`, a future of them, or the fault that rendering gave (see `groups.py`)."""
 

@@ -25,14 +25,18 @@ from .spans import SPAN_NAMES
 K = TypeVar("K")
 
 MAX_SERIES = 400
-MAX_ENV_LABELS = 4
+MAX_ENV_LABELS = 3
 """Environments with series of their own; further ones are counted as `other`."""
 MAX_ENGINE_LABELS = 8
 OTHER = "other"
+MISMATCH_KINDS = ("prefix", "sampled", "log_prob")
+DIVERGENCE_POLICIES = ("reject", "fork", "keep_prefix")
+RESCORE_OUTCOMES = ("compared", "not_comparable", "dropped", "failed")
 
 SECONDS_BUCKETS = (
     .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1200, 1800, 3600,
 )  # fmt: skip
+DIFFERENCE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TOKEN_KINDS = ("prompt", "cached", "sampled", "tool", "trainable", "discarded")
 ENGINE_OUTCOMES = ("stop", "length", "abort", "unavailable", "timeout", "refused", "fault")
@@ -76,6 +80,9 @@ class Metrics:
         self._tokens: Tally[str] = Tally()
         self._spans: dict[str, list[float]] = {name: [] for name in SPAN_NAMES}
         self._lags: list[float] = []
+        self._differences: list[float] = []
+        self._divergences: Tally[str] = Tally()
+        self._totals: dict[prom.Counter, int] = {}
         self._engine_totals: dict[tuple[str, str], int] = {}
 
     def _declare(self, version: str, wire: int) -> None:
@@ -143,7 +150,36 @@ class Metrics:
             "rollout_user_threads_hung", "Those of them that nobody waits for any more",
             registry=registry,
         )  # fmt: skip
+        self._declare_fidelity()
         self._bind_children()
+
+    def _declare_fidelity(self) -> None:
+        registry = self.registry
+        mismatches = prom.Counter(
+            "rollout_token_mismatch", "Samples that are not what the engine saw and sampled",
+            ["kind"], registry=registry,
+        )  # fmt: skip
+        calls = prom.Counter(
+            "rollout_checked_calls", "Calls of samples that were held against what was sent",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        divergences = prom.Counter(
+            "rollout_divergences", "Turns whose client had rewritten history", ["policy"],
+            registry=registry,
+        )  # fmt: skip
+        rescored = prom.Counter(
+            "rollout_rescored_samples", "Finished samples chosen to be scored again", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.logprob_difference = prom.Histogram(
+            "rollout_logprob_difference",
+            "Absolute difference of a sampled log-prob and a prefill of the same weights",
+            buckets=DIFFERENCE_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._mismatches = {kind: mismatches.labels(kind) for kind in MISMATCH_KINDS}
+        self._calls = {name: calls.labels(name) for name in ("checked", "unknown")}
+        self._divergence_children = {p: divergences.labels(p) for p in DIVERGENCE_POLICIES}
+        self._rescored = {name: rescored.labels(name) for name in RESCORE_OUTCOMES}
 
     def _bind_children(self) -> None:
         envs = self._env_labels
@@ -187,6 +223,24 @@ class Metrics:
                 tokens["discarded"] += sampled
             for span in sample.spans:
                 self.span(span.name, span.duration_s)
+            diverged = sample.metadata.get("divergences")
+            if diverged:
+                self._diverged(diverged)
+
+    def _diverged(self, found: object) -> None:
+        """Count what a generate function noted; metadata is the user's, so anything may be there.
+
+        The leaves of a fork share the note: `metadata` of the first one alone has it, or each its
+        own turns.
+        """
+        for entry in found if isinstance(found, list) else ():
+            policy = entry.get("policy") if isinstance(entry, dict) else None
+            if policy in self._divergence_children:
+                self._divergences[str(policy)] += 1
+
+    def differences(self, values: Iterable[float]) -> None:
+        """Keep the absolute differences of one rescored sample until the next flush."""
+        self._differences += values
 
     def span(self, name: str, duration_s: float) -> None:
         """Keep one duration until the next flush."""
@@ -216,6 +270,26 @@ class Metrics:
         for name, values in self._spans.items():
             _observe_all(self._span_children[name], SECONDS_BUCKETS, values)
         _observe_all(self.loop_lag, LAG_BUCKETS, self._lags)
+        _observe_all(self.logprob_difference, DIFFERENCE_BUCKETS, self._differences)
+        _move(self._divergences, self._divergence_children)
+
+    def fidelity(self, mismatches: Mapping[str, int], *, checked: int, unknown: int) -> None:
+        """Publish the running totals of the check on every sample."""
+        for kind, total in mismatches.items():
+            self._follow(self._mismatches[kind], total)
+        self._follow(self._calls["checked"], checked)
+        self._follow(self._calls["unknown"], unknown)
+
+    def rescored(self, totals: Mapping[str, int]) -> None:
+        """Publish the running totals of the rescoring, by outcome."""
+        for outcome, total in totals.items():
+            self._follow(self._rescored[outcome], total)
+
+    def _follow(self, child: prom.Counter, total: int) -> None:
+        new = total - self._totals.get(child, 0)
+        if new > 0:
+            child.inc(new)
+            self._totals[child] = total
 
     def engine_state(self, engine: int, *, up: bool, totals: Mapping[str, int]) -> None:
         """Publish one engine's state; `totals` are the client's own running counts by outcome."""
