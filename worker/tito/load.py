@@ -44,6 +44,7 @@ def load_renderer(tokenizer_path: str | Path, renderer_name: str) -> RenderersBa
         tokenizer.name_or_path,
         thinking=family.thinking,
         parallel_calls=family.parallel_calls,
+        rewrites_turns=family.rewrites_turns,
     )
     return renderer
 

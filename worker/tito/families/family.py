@@ -70,6 +70,9 @@ class Family:
     """A turn may begin with reasoning (not where the generation prompt closed an empty block)."""
     parallel_calls: bool = True
     """The template takes several calls in one turn."""
+    rewrites_turns: bool = False
+    """The template shows even a turn of the running tool cycle otherwise than it was sampled (a
+    block that the generation prompt opened is missing where there was no reasoning)."""
     call_form: CallForm = CallForm.JSON_BLOCK
     models: tuple[str, ...] = ()
     """Exact hub ids that `auto` takes for it."""

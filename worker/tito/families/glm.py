@@ -1,0 +1,82 @@
+"""GLM 4.5 to 5.3: what their vocabularies and templates fix.
+
+Owns data, and which renderer reads it. The next message's role token closes an assistant turn, and
+engines stop on it, so that it is sampled and not written a second time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .family import CallForm, Family, Proof
+from .strict import Rules, Strict, package
+
+_END = "<|endoftext|>"
+_TURNS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", _END)
+_THINK = ("<think>", "</think>")
+_CALL = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_RESPONSE = ("<tool_response>", "</tool_response>")
+_RULES = Rules(
+    stand_in=_END, reasoning=_THINK, attempt="<tool_call>", behind_closer=True, tagged=True
+)
+
+
+def _glm(tokenizer: Any, family: Family) -> Strict:
+    return Strict(tokenizer, package(family, tokenizer), _RULES)
+
+
+def _family(
+    module: str,
+    renderer: str,
+    models: tuple[str, ...],
+    note: str = "",
+    tokens: tuple[str, ...] = _RESPONSE,
+    *,
+    thinking: bool = True,
+    rewrites_turns: bool = False,
+    **options: Any,
+) -> Family:
+    return Family(
+        module=module,
+        renderer=f"{renderer}Renderer",
+        config=f"{renderer}RendererConfig",
+        build=_glm,
+        close="",
+        closes=("<|user|>", "<|observation|>", _END),
+        stand_in=_END,
+        tokens=dict.fromkeys((*_TURNS, *_THINK, *_CALL, *tokens)),
+        options={"thinking_retention": "all", **options},
+        thinking=thinking,
+        rewrites_turns=rewrites_turns,
+        reasoning=_THINK,
+        call_form=CallForm.PARSED,
+        markup=_CALL,
+        models=models,
+        proof=Proof.TOY,
+        note=note,
+    )
+
+
+_AIR = ("zai-org/GLM-4.5-Air", "THUDM/GLM-4.5-Air")
+_FIVE = ("zai-org/GLM-5", "zai-org/GLM-5-FP8", "zai-org/GLM-4.7-Flash")
+
+GLM: dict[str, Family] = {
+    "glm-4.5": _family(
+        "glm45", "GLM45", _AIR, "a given history loses reasoning before its last user message", ()
+    ),
+    "glm-4.5-no-thinking": _family(
+        "glm45", "GLM45", (), tokens=(), thinking=False, enable_thinking=False
+    ),
+    "glm-5": _family("glm5", "GLM5", _FIVE, rewrites_turns=True, clear_thinking=False),
+    "glm-5-no-thinking": _family(
+        "glm5", "GLM5", (), thinking=False, clear_thinking=False, enable_thinking=False
+    ),
+    "glm-5.1": _family("glm5", "GLM51", ("zai-org/GLM-5.1",), clear_thinking=False),
+    "glm-5.3": _family(
+        "glm5",
+        "GLM53",
+        ("zai-org/GLM-5.3", "zai-org/GLM-5.3-BF16"),
+        "the system message says the highest reasoning effort",
+        clear_thinking=False,
+    ),
+}

@@ -1,0 +1,317 @@
+"""A renderer of the package `renderers`, held to one reading of what a model wrote.
+
+Owns what the package's renderers do differently from each other, or not at all: where reasoning
+ends, what closes a turn that was cut, system messages that come late, arguments that are no
+object. Never renders by itself, never changes an id. Invariant: a call inside reasoning, finished
+or not, is no call; an attempt at a call is never lost; a suffix does not depend on what it follows.
+
+Its methods are those of the package's protocol, so `worker.tito.backend` takes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from rollstream.errors import MergeFault
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a family's renderer must be told, or be kept from."""
+
+    close: str = ""
+    """The token that closes an assistant turn; empty where the next message's role token does."""
+    stand_in: str = ""
+    """The stop token behind which the package writes the whole next message, if not `close`."""
+    reasoning: tuple[str, str] | None = None
+    """Markers of a reasoning block; found by id where the vocabulary has them, else as text."""
+    attempt: str = ""
+    """The token with which an attempt at calls begins, where the family has one."""
+    behind_closer: bool = False
+    """The parser starts inside reasoning, so it is given the closing marker first."""
+    late_system: bool = True
+    """A system message may stand anywhere."""
+    parallel_calls: bool = True
+    """A turn may hold several calls."""
+    tagged: bool = False
+    """Arguments are written one by one, so that they must be an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where the reasoning of a reply is."""
+
+    is_open: bool
+    """It has no end."""
+    text: str | None
+    """None where there is none."""
+    end: int
+    """Index of the first id behind it."""
+
+
+class Strict:
+    """The package's renderer `inner` under `rules`."""
+
+    def __init__(self, tokenizer: Any, inner: Any, rules: Rules) -> None:
+        self._tokenizer, self._inner, self._rules = tokenizer, inner, rules
+        self._stop_ids = frozenset(inner.get_stop_token_ids())
+        self._close = tokenizer.token_id(rules.close) if rules.close else None
+        self._attempt = tokenizer.token_id(rules.attempt) if rules.attempt else None
+        opener, closer = rules.reasoning or ("", "")
+        self._opener = tokenizer.token_id(opener) if opener else None
+        self._closer = tokenizer.token_id(closer) if closer else None
+        # A turn that ended by itself, for suffixes: they are the same behind any turn.
+        end = tokenizer.token_id(rules.stand_in or rules.close)
+        closed = [self._closer] if rules.behind_closer and self._closer is not None else []
+        self._turn: list[int] = [*closed, end]
+        self._prefill = self._find_prefill()
+
+    def get_stop_token_ids(self) -> list[int]:
+        """Return the ids that end an assistant turn."""
+        return sorted(self._stop_ids)
+
+    def render_ids(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Return the ids of a conversation.
+
+        Raises:
+            ValueError: something that the family's template cannot say; names the message.
+        """
+        ids: list[int] = self._inner.render_ids(
+            self._checked(messages, start=True),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return ids
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None = None,
+    ) -> SimpleNamespace | None:
+        """Return everything held, what closes the turn, and the new messages; None for no way."""
+        try:
+            messages = self._checked(new_messages, start=False)
+        except ValueError as error:
+            raise MergeFault(f"cannot extend: {error}", detail="no_bridge") from None
+        sampled = previous_completion_ids
+        suffix = self._suffix(messages, sampled, tools)
+        if suffix is None:
+            return None
+        closing: list[int] = []
+        if not sampled or sampled[-1] not in self._stop_ids:
+            closing = self.closing(sampled, previous_prompt_ids)
+        elif self._close is None and suffix[:1] == sampled[-1:]:
+            suffix = suffix[1:]  # the role token that the engine sampled is the next message's
+        return SimpleNamespace(token_ids=[*previous_prompt_ids, *sampled, *closing, *suffix])
+
+    def closing(self, sampled: list[int], held: list[int]) -> list[int]:
+        """Return what is written behind a turn that did not close itself.
+
+        Args:
+            sampled: the reply.
+            held: the tail of what the engine saw; says whether reasoning was open.
+        """
+        close = [] if self._close is None else [self._close]
+        if self._stop_ids.intersection(sampled) or not self._region(sampled, held).is_open:
+            return close
+        return [*self._tokenizer.encode((self._rules.reasoning or ("", ""))[1]), *close]
+
+    def parse_response(
+        self,
+        token_ids: list[int],
+        *,
+        tools: list[Any] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> SimpleNamespace:
+        """Return content, reasoning and calls; each of the latter with the package's status."""
+        end = next((i for i, n in enumerate(token_ids) if n in self._stop_ids), len(token_ids))
+        ids = token_ids[:end]
+        region = self._region(ids, prompt_ids or [])
+        if region.is_open:
+            return SimpleNamespace(
+                content="",
+                reasoning_content=(region.text or "").strip(),
+                tool_calls=[],
+                reasoning_complete=False,
+            )
+        content, calls = self._parse_rest(ids, region.end, tools)
+        text = region.text.strip() if region.text else region.text
+        return SimpleNamespace(
+            content=content,
+            reasoning_content=text or None,
+            tool_calls=calls,
+            reasoning_complete=True,
+        )
+
+    def _parse_rest(
+        self, ids: list[int], start: int, tools: list[Any] | None
+    ) -> tuple[str, list[Any]]:
+        """Return the content and the calls behind the reasoning; spans are of the whole reply."""
+        return self._read(self._inner, ids, start, tools)
+
+    def _read(
+        self, reader: Any, ids: list[int], start: int, tools: list[Any] | None
+    ) -> tuple[str, list[Any]]:
+        lead = [self._closer] if self._rules.behind_closer and self._closer is not None else []
+        parsed = reader.parse_response([*lead, *ids[start:]], tools=tools)
+        shift = start - len(lead)
+        for call in parsed.tool_calls:
+            if call.token_span is not None:
+                begin, end = call.token_span
+                call.token_span = (begin + shift, end + shift)
+        calls, content = list(parsed.tool_calls), parsed.content or ""
+        attempt = _first(ids, self._attempt, start)
+        if not calls and attempt < len(ids):
+            raw = self._tokenizer.decode(ids[attempt + 1 :])
+            calls = [lost_attempt(raw, (attempt, len(ids)))]
+        if start and self._closer is None and self._rules.reasoning:
+            # The marker's last token may hold the first letters of the content.
+            text = self._tokenizer.decode(ids[:attempt])
+            content = text.partition(self._rules.reasoning[1])[2].strip()
+        return content, calls
+
+    def _suffix(
+        self, messages: list[dict[str, Any]], sampled: list[int], tools: list[Any] | None
+    ) -> list[int] | None:
+        """Return the ids of new messages and the generation prompt."""
+        found = self._inner.bridge_to_next_turn(self._turn, self._turn, messages, tools=tools)
+        if found is None:
+            return None
+        ids: list[int] = list(found.token_ids)
+        before = self._turn * 2
+        assert ids[: len(before)] == before
+        return ids[len(before) :]
+
+    def _checked(self, messages: list[dict[str, Any]], *, start: bool) -> list[dict[str, Any]]:
+        """Return messages that the package renders without losing a piece."""
+        checked: list[dict[str, Any]] = []
+        for place, message in enumerate(messages):
+            if message["role"] == "system" and not self._rules.late_system and (place or not start):
+                raise ValueError(
+                    f"message {place}: this family's template takes a system message only as the "
+                    "first of all; write it as a user message"
+                )
+            calls = message.get("tool_calls") or []
+            if len(calls) > 1 and not self._rules.parallel_calls:
+                raise ValueError(
+                    f"message {place}: this family's template takes one call per turn, "
+                    f"not {len(calls)}"
+                )
+            if self._rules.tagged and calls:
+                message = {**message, "tool_calls": [_with_object(call) for call in calls]}
+            checked.append(message)
+        return checked
+
+    def _region(self, ids: list[int], prompt: list[int]) -> Region:
+        """Return the reasoning at the beginning of a reply."""
+        if self._rules.reasoning is None:
+            return Region(False, None, 0)
+        if self._opener is not None and self._closer is not None:
+            return self._region_by_id(ids, prompt, self._opener, self._closer)
+        return self._region_by_text(ids, prompt, *self._rules.reasoning)
+
+    def _region_by_id(self, ids: list[int], prompt: list[int], opener: int, closer: int) -> Region:
+        start = next(
+            (i for i, n in enumerate(ids) if self._tokenizer.decode([n]).strip()), len(ids)
+        )
+        if start < len(ids) and ids[start] == opener:
+            start += 1
+        elif _last(prompt, opener) > _last(prompt, closer):
+            start = 0
+        else:
+            return Region(False, None, 0)
+        try:
+            end = ids.index(closer, start)
+        except ValueError:
+            return Region(True, self._tokenizer.decode(ids[start:]), len(ids))
+        return Region(False, self._tokenizer.decode(ids[start:end]), end + 1)
+
+    def _region_by_text(
+        self, ids: list[int], prompt: list[int], opener: str, closer: str
+    ) -> Region:
+        text = self._tokenizer.decode(ids)
+        inside = text.lstrip()
+        if inside.startswith(opener):
+            inside = inside[len(opener) :]
+        elif self._prefill and prompt[-len(self._prefill) :] == self._prefill:
+            inside = text
+        else:
+            return Region(False, None, 0)
+        place = text.find(closer)
+        if place < 0:
+            return Region(True, inside, len(ids))
+        return Region(False, inside.partition(closer)[0], self._behind(ids, closer))
+
+    def _behind(self, ids: list[int], closer: str) -> int:
+        """Return how many ids spell a text up to its first `closer`, by halving."""
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if closer in self._tokenizer.decode(ids[:middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _find_prefill(self) -> list[int]:
+        """Return the ids with which the generation prompt opens reasoning; none if it does not."""
+        if self._rules.reasoning is None:
+            return []
+        opener, closer = self._rules.reasoning
+        asked = [{"role": "user", "content": "?"}]
+        bare = self._inner.render_ids(asked)
+        whole = self._inner.render_ids(asked, add_generation_prompt=True)
+        prompt = whole[len(bare) :]
+        for place in range(len(prompt) - 1, -1, -1):
+            text = self._tokenizer.decode(prompt[place:])
+            if text.startswith(opener):
+                return [] if closer in text else list(prompt[place:])
+        return []
+
+
+def lost_attempt(raw: str, span: tuple[int, int] | None) -> SimpleNamespace:
+    """Return an attempt in which the package's parser found no call."""
+    return SimpleNamespace(
+        raw=raw, name=None, arguments={}, token_span=span, status="malformed_structure", id=None
+    )
+
+
+def package(family: Any, tokenizer: Any) -> Any:
+    """Return the package's renderer of a family as it is."""
+    from ..backend import import_renderers
+
+    kind = getattr(import_renderers(family.module), family.renderer)
+    config = getattr(import_renderers("configs"), family.config)(**family.options)
+    return kind(tokenizer, config)
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments can be written one by one, with nothing left out."""
+    function = call["function"]
+    if isinstance(function["arguments"], dict):
+        return call
+    return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+
+
+def _first(ids: list[int], wanted: int | None, start: int) -> int:
+    """Return the index of the first `wanted` from `start` on, the length where there is none."""
+    return next((i for i in range(start, len(ids)) if ids[i] == wanted), len(ids))
+
+
+def _last(ids: Sequence[int], wanted: int) -> int:
+    for place in range(len(ids) - 1, -1, -1):
+        if ids[place] == wanted:
+            return place
+    return -1
