@@ -6,6 +6,7 @@ engines stop on it, so that it is sampled and not written a second time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .family import CallForm, Family, Proof
@@ -22,7 +23,9 @@ _RULES = Rules(
 
 
 def _glm(tokenizer: Any, family: Family) -> Strict:
-    return Strict(tokenizer, package(family, tokenizer), _RULES)
+    # Without thinking the package's parser begins behind the reasoning, and knows no markers.
+    rules = replace(_RULES, behind_closer=family.thinking)
+    return Strict(tokenizer, package(family, tokenizer), rules)
 
 
 def _family(

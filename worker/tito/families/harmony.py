@@ -95,7 +95,8 @@ class Harmony:
         if not begun and sampled:
             return []  # cut between two messages
         closing: list[int] = []
-        if self._message not in begun[_last(begun, self._start) + 1 :]:
+        in_header = self._message not in begun[_last(begun, self._start) + 1 :]
+        if in_header and (last < 0 or self._start in begun):
             # Cut inside a header, or before it: a message without a header would be none.
             if self._channel not in begun:
                 closing = [self._channel, *self._text("final")]
