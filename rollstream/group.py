@@ -222,14 +222,22 @@ def _why_missing(
     if status not in (Status.COMPLETED, Status.TRUNCATED):
         worst = next(leaf for leaf in header.leaves if leaf.status is status)
         return Missing(member, status, worst.stop_reason.value if worst.stop_reason else "")
+    if header.num_sampled == 0:  # never scored, so its reward says nothing
+        return Missing(member, status, _why_nothing(header), "no sampled token")
     if needs_reward:
         if len(header.leaves) > 1 and _differ(header.leaves, reward_key):
             return _reward_error(member, "leaves of one trajectory have different rewards")
         if reward is None:
             return _reward_error(member, "missing" if header.reward is None else "invalid")
-    if header.num_sampled == 0:
-        return Missing(member, status, StopReason.NO_MODEL_CALL.value, "no sampled token")
     return None
+
+
+def _why_nothing(header: MemberHeader) -> str:
+    """Return what ended a trajectory before its first token, as far as that says more."""
+    reason = header.leaves[0].stop_reason
+    if reason in (None, StopReason.STOP, StopReason.MAX_TURNS):
+        reason = StopReason.NO_MODEL_CALL
+    return reason.value
 
 
 def _differ(leaves: list[Leaf], reward_key: str | None) -> bool:

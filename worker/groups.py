@@ -120,16 +120,22 @@ class GroupBook:
             work.rendered = rendered
         if isinstance(rendered, PromptIds):
             return rendered
-        raise EnvFault(rendered.message) if type(rendered) is EnvFault else _again(rendered)
+        raise _again(rendered)
 
     def _rendered(self, work: GroupWork) -> PromptIds | RolloutFault:
         """Return the ids, or the fault as a value: it is raised once per member."""
         try:
-            return self._render(work.group.prompt, tool_specs(work.tools))
+            rendered = self._render(work.group.prompt, tool_specs(work.tools))
         except RolloutFault as fault:
             return fault
         except Exception as error:  # noqa: BLE001 - a template's own error is this prompt's fault
             return EnvFault(f"the prompt cannot be rendered: {type(error).__name__}: {error}")
+        if len(rendered.ids) == 0:  # engines refuse it in their own words, or end
+            return EnvFault(
+                f"group {work.key}: the prompt is empty: it has no token to go on from",
+                detail="empty_prompt",
+            )
+        return rendered
 
 
 def _tools_of(group: PromptGroup, env: EnvRuntime) -> Mapping[str, Tool]:

@@ -42,7 +42,7 @@ class LinearRollout:
     """Grows one append-only trajectory by engine calls and observations.
 
     Raises:
-        ValueError: the sample has ended already.
+        ValueError: the sample has ended already, or its prompt is empty.
     """
 
     def __init__(self, given: GenerateInput) -> None:
@@ -64,6 +64,8 @@ class LinearRollout:
             else Trajectory(given.prompt, stop_ids)
         )
         calls = self.trajectory.calls
+        if self.trajectory.num_tokens == 0:
+            raise ValueError("the prompt is empty: it has no token to go on from")
         self._salt: int | None = calls[0].dispatched_version if calls else None
         """The version at the first call: later calls find the cache of the earlier ones."""
         self.turn = sum(call.finish != Finish.ABORT for call in calls)

@@ -110,12 +110,14 @@ class Parts:
         sample_timeout_s: float = 60.0,
         retry_delay_s: float = 0.0,
         scorer: Any = None,
+        render: Any = None,
         rule: EnvRule = EnvRule(),  # noqa: B008 - frozen
     ) -> None:
         self.queue, self.link, self.view, self.engines = queue, Link(), RunView(), Engines()
         self.metrics = Metrics(version="0", wire=1, envs=["default"])
         self.name = new_incarnation()
-        book = a_book(an_env(generate, scorer=scorer))
+        env = an_env(generate, scorer=scorer)
+        book = a_book(env) if render is None else a_book(env, render)
         self.shift = Shift(
             queue,
             self.link,
