@@ -1,6 +1,6 @@
 """What a worker adds to a turn, and how many turns a second one core stands.
 
-    python -m benchmarks.turns [--json] [--rate 500] [--in-flight 1024] [--seconds 14]
+    python -m benchmarks.turns [--json] [--rate 500] [--in-flight 1024] [--seconds 14] [--watch]
 
 One process runs the real path: `multi_turn`, Trajectory, the renderer's bridge, a trivial tool, the
 engine pool over HTTP, the response's decoding and the finished sample. The engine is
@@ -13,6 +13,11 @@ Turns of 261 sampled and about 200 observed tokens, 8 to 24 a conversation, prom
 * `cpu_ms_per_turn`: of this process, all threads, in that window; whole conversations included.
 * `turns_per_s_per_core`: turns in a second of CPU time of this process with the engine answering at
   once (nothing waits but for this core), so other processes on the machine do not count.
+* `watch_share`: of this process's CPU, what the check on every sample takes (`worker.fidelity`),
+  timed inside in saturated windows; the clock's own cost is in it.
+* `watch_cpu_ratio`: CPU of a turn with the check by that without it, median of pairs of windows
+  that follow each other in this run; on a shared machine it is good for a few per cent. A
+  conversation is watched or not as a whole, so few should be in flight: `--in-flight 128`.
 * `run_queue_wait_share`: how long this process waited for a core in the paced window. Above a few
   per cent the machine was shared, and `added_ms_p99` says more about it than about the worker.
 """
@@ -27,6 +32,7 @@ import math
 import os
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -42,17 +48,51 @@ from examples.devserver import die_with_parent
 from examples.vocabulary import write
 from rollstream.sample import Sample
 from worker.engines.pool import EnginePool
+from worker.fidelity import Watch, WatchedEngine
 from worker.generate.multi_turn import multi_turn
 from worker.sampling import Sampling, call_seed
 from worker.telemetry.gc_policy import GcPolicy
 from worker.telemetry.spans import SpanList
 from worker.tito.load import load_renderer, render_prompt
 from worker.tools.function import FunctionTool
-from worker.types import GenerateInput, Limits, PromptIds, Renderer, Tool
+from worker.types import Completion, GenerateInput, Limits, PromptIds, Renderer, Tool
 
 OBSERVED = 200
 NUM_PROMPTS = 128
 MAX_TOKEN_ID = 151_668
+MEMBERS = 8
+"""Of a group: the first one's check reads the prompt that they share."""
+WATCH_PAIRS = 5
+WATCH_WINDOW_S = 3.0
+WATCH_SETTLE_S = 4.0
+"""Until most conversations of the window before are over."""
+
+
+class TimedWatch(Watch):
+    """A watch that may be off, and says how long it took while it was on."""
+
+    is_on = True
+    """Of conversations that begin now."""
+    took_s = 0.0
+
+    def __init__(self, prompt: PromptIds, *, is_prompt_proven: bool = False) -> None:
+        super().__init__(prompt, is_prompt_proven=is_prompt_proven)
+        self.counts = TimedWatch.is_on
+
+    def add(self, pieces: tuple[bytes, ...], completion: Completion) -> None:
+        """Take one answered request."""
+        if self.counts:
+            started = time.perf_counter()
+            super().add(pieces, completion)
+            TimedWatch.took_s += time.perf_counter() - started
+
+    def hold(self, sample: Sample) -> None:
+        """Check a finished sample."""
+        if self.counts:
+            started = time.perf_counter()
+            found = self.check(sample)
+            TimedWatch.took_s += time.perf_counter() - started
+            assert found is None, found
 
 
 class Driver:
@@ -87,18 +127,21 @@ class Driver:
         await asyncio.sleep(delay_s)
         while True:
             number = next(self._numbers)
-            output = await multi_turn(self._input(number, self._prompts[number % NUM_PROMPTS]))
+            prompt = self._prompts[number % NUM_PROMPTS]
+            watch = TimedWatch(prompt, is_prompt_proven=number % MEMBERS > 0)
+            output = await multi_turn(self._input(number, prompt, watch))
             sample = output.samples
             assert isinstance(sample, Sample)
+            watch.hold(sample)
             assert sample.status == "completed"
             assert sample.num_sampled == SAMPLED * len(sample.calls)
             self.finished += 1
 
-    def _input(self, number: int, prompt: PromptIds) -> GenerateInput:
+    def _input(self, number: int, prompt: PromptIds, watch: Watch) -> GenerateInput:
         return GenerateInput(
             sample=Sample(group_index=number, routing_key=f"c{number}-w"),
             sampling=Sampling(max_new_tokens=1024),
-            engine=self._engine,
+            engine=WatchedEngine(self._engine, watch),
             renderer=self._renderer,
             tools=self._tools,
             spans=SpanList(),
@@ -122,6 +165,27 @@ async def measure(
             await asyncio.sleep(0.5)
             seen = (await client.get(url + "/bench")).json()
     return seen
+
+
+async def measure_watch(client: httpx.AsyncClient, url: str) -> dict[str, float]:
+    """Return what the check on every sample costs: windows with and without it, in pairs."""
+    ratios, shares = [], []
+    for _ in range(WATCH_PAIRS):
+        cpu_s = {}
+        for is_on in (True, False):
+            TimedWatch.is_on = is_on
+            await asyncio.sleep(WATCH_SETTLE_S)
+            TimedWatch.took_s = 0.0
+            seen = await measure(client, url, 0.001, WATCH_WINDOW_S)
+            cpu_s[is_on] = seen["worker_cpu_s"] / max(1, seen["requests"])
+            if is_on:
+                shares.append(TimedWatch.took_s / seen["worker_cpu_s"])
+        ratios.append(cpu_s[True] / cpu_s[False])
+    TimedWatch.is_on = True
+    return {
+        "watch_share": round(statistics.median(shares), 5),
+        "watch_cpu_ratio": round(statistics.median(ratios), 4),
+    }
 
 
 async def drive(url: str, ceiling: float, args: argparse.Namespace) -> dict[str, Any]:
@@ -148,6 +212,7 @@ async def drive(url: str, ceiling: float, args: argparse.Namespace) -> dict[str,
         await client.post(url + "/bench", json={"latency_s": 0.001})
         await asyncio.sleep(3.0)
         full = await measure(client, url, 0.001, 6.0)
+        watching = await measure_watch(client, url) if args.watch else {}
         broken = [task.exception() for task in tasks if task.done() and not task.cancelled()]
         for task in tasks:
             task.cancel()
@@ -177,6 +242,7 @@ async def drive(url: str, ceiling: float, args: argparse.Namespace) -> dict[str,
         "engine_core_share": round(paced["engine_core_share"], 3),
         "engine_run_queue_wait_share": round(paced["engine_wait_share"], 3),
         "conversations": driver.finished,
+        **watching,
     }
 
 
@@ -186,6 +252,9 @@ def main() -> None:
     cli.add_argument("--rate", type=float, default=500.0, help="turns a second in the paced window")
     cli.add_argument("--in-flight", type=int, default=1024)
     cli.add_argument("--seconds", type=float, default=14.0, help="length of the paced window")
+    cli.add_argument(
+        "--watch", action="store_true", help="also what the check on every sample costs (75 s more)"
+    )
     args = cli.parse_args()
     engine = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.engine"],

@@ -148,7 +148,9 @@ class Watch:
 class _Reading:
     """One pass over one sample; what an earlier call proved is not proved again."""
 
-    __slots__ = ("_at", "_known", "_log_probs", "_proven", "_sample", "_tokens")
+    __slots__ = (
+        "_at", "_known", "_last", "_log_probs", "_offset", "_proven", "_sample", "_tokens",
+    )  # fmt: skip
 
     def __init__(self, sample: Sample, known: dict[int, TokenIds]) -> None:
         self._sample, self._known = sample, known
@@ -158,35 +160,50 @@ class _Reading:
         self._proven: tuple[bytes, ...] = ()
         self._at = 0
         """How many tokens the proven pieces are."""
+        self._last: TokenIds | None = None
+        """What was sampled right behind them, where that was proven too."""
+        self._offset = sample.prompt_length
 
     def check(self, call: Call, exchange: _Exchange) -> Mismatch | None:
-        return self._prefix(call, exchange.pieces) or self._sampled(call, exchange)
-
-    def _prefix(self, call: Call, pieces: tuple[bytes, ...]) -> Mismatch | None:
+        """Return the first difference of one call; what follows is written for speed."""
+        pieces, at, last = exchange.pieces, self._at, self._last
         count = len(self._proven)
         if pieces[:count] != self._proven:  # of pieces that are the same objects: pointers only
-            count = self._at = 0
-        at = self._at
+            count, at, last = 0, 0, None
+        known, tokens, held = self._known, self._tokens, self._sample.tokens
         for piece in pieces[count:]:
-            ids = self._known.get(id(piece))
+            ids = known.get(id(piece))
             if ids is not None:
                 size = len(ids)
-                same = self._tokens.startswith(ids.tobytes(), at * _TOKEN_BYTES)
+                same = ids is last or tokens.startswith(ids.tobytes(), at * _TOKEN_BYTES)
             else:
                 size = piece.count(b",") + 1
-                same = _ENCODER.encode(self._sample.tokens[at : at + size].tolist())[1:-1] == piece
+                same = _ENCODER.encode(held[at : at + size].tolist())[1:-1] == piece
             if not same:
                 found = self._first_of(piece, ids, at, call)
                 if found is not None:
                     return found
-            at += size
-        self._proven, self._at = pieces, at
-        if at == call.start:
+            at, last = at + size, None
+        self._proven, self._at, self._last = pieces, at, None
+        if at != call.start:
+            return Mismatch(
+                Kind.PREFIX, min(at, call.start), call.rid, f"{at} tokens were sent",
+                f"{call.start} tokens before the call",
+            )  # fmt: skip
+        ids, log_probs, count = exchange.ids, exchange.log_probs, call.end - at
+        if count != len(ids):
+            # A merge may have left out the end of a reply (a stop token, say), never more.
+            ids, log_probs = ids[:count], log_probs[:count]
+        else:
+            self._last = ids  # the next request goes on with it, right here
+        start = (at - self._offset) * _TOKEN_BYTES
+        if (
+            len(ids) == count
+            and tokens.startswith(ids.tobytes(), at * _TOKEN_BYTES)
+            and (self._log_probs is None or self._log_probs.startswith(log_probs.tobytes(), start))
+        ):
             return None
-        return Mismatch(
-            Kind.PREFIX, min(at, call.start), call.rid, f"{at} tokens were sent",
-            f"{call.start} tokens before the call",
-        )  # fmt: skip
+        return self._of_reply(call, exchange)
 
     def _first_of(self, piece: bytes, ids: TokenIds | None, at: int, call: Call) -> Mismatch | None:
         """Return the first difference of one piece; None where only its spelling differs."""
@@ -211,34 +228,30 @@ class _Reading:
             )
         return None
 
-    def _sampled(self, call: Call, exchange: _Exchange) -> Mismatch | None:
+    def _of_reply(self, call: Call, exchange: _Exchange) -> Mismatch:
+        """Return the first difference between a reply and its place in the sample."""
         count, total = call.end - call.start, len(exchange.ids)
         if count > total:
             return Mismatch(
                 Kind.SAMPLED, call.start + total, call.rid, f"{total} tokens were sampled",
                 str(count),
             )  # fmt: skip
-        # A merge may have left out the end of a reply (a stop token, say), never anything else.
-        ids = exchange.ids if count == total else exchange.ids[:count]
-        if not self._tokens.startswith(ids.tobytes(), call.start * _TOKEN_BYTES):
-            place = _first_other(ids, self._sample.tokens[call.start : call.end])
+        ids, held = exchange.ids[:count], self._sample.tokens[call.start : call.end]
+        if not np.array_equal(ids, held):
+            place = _first_other(ids, held)
             return Mismatch(
                 Kind.SAMPLED, call.start + place, call.rid, f"{int(ids[place])} was sampled",
-                str(int(self._sample.tokens[call.start + place])),
+                str(int(held[place])),
             )  # fmt: skip
-        if self._log_probs is None:
-            return None
-        given = exchange.log_probs if count == total else exchange.log_probs[:count]
-        offset = call.start - self._sample.prompt_length
-        if self._log_probs.startswith(given.tobytes(), offset * _TOKEN_BYTES):
-            return None
         assert self._sample.rollout_log_probs is not None
-        held = self._sample.rollout_log_probs[offset : offset + count]
-        place = _first_other(given.view(np.uint32), held.view(np.uint32))
+        offset = call.start - self._offset
+        given = exchange.log_probs[:count]
+        recorded = self._sample.rollout_log_probs[offset : offset + count]
+        place = _first_other(given.view(np.uint32), recorded.view(np.uint32))
         return Mismatch(
             Kind.LOG_PROB, call.start + place, call.rid,
             f"{float(given[place])!r} of id {int(ids[place])} was answered",
-            repr(float(held[place])),
+            repr(float(recorded[place])),
         )  # fmt: skip
 
 

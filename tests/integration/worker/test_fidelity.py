@@ -401,3 +401,23 @@ async def test_a_function_of_many_calls_forgets_the_oldest_and_stays_bounded() -
     assert len(watch._exchanges) == MAX_CALLS
     assert len(watch._known) == MAX_CALLS
     assert next(iter(watch._exchanges)) == "10"
+
+
+async def test_a_reply_that_was_sent_twice_is_not_taken_for_proven_at_its_second_place() -> None:
+    async def generate(given: GenerateInput) -> GenerateOutput:
+        """Send prompt, reply, reply; record prompt, reply, something else of that length."""
+        trajectory = Trajectory(given.prompt, (2,))
+        first = await given.engine.generate(
+            trajectory.request(), Sampling(), routing_key="k", version=0
+        )
+        trajectory.add_completion(first, dispatched_version=0, sampling={})
+        request = trajectory.request()
+        twice = RequestIds([*request.pieces, first.json], request.num_tokens + len(first.ids))
+        second = await given.engine.generate(twice, Sampling(), routing_key="k", version=0)
+        trajectory.add_observation(np.array([31, 30, 2], dtype=np.int32))
+        trajectory.add_completion(second, dispatched_version=0, sampling={})
+        return GenerateOutput(trajectory.write_to(given.sample))
+
+    ending, _ = await ran(generate)
+    assert ending.stop_reason is StopReason.MERGE_ERROR
+    assert "at token 14 of call" in ending.error
