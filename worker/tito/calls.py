@@ -110,7 +110,7 @@ def judge_parsed(
     wrong = _debris(raw)
     if wrong:
         return _problem(call, ProblemKind.BAD_STRUCTURE, f"{wrong}; {_TAGS}")
-    given = {} if arguments is None and status == "ok" else arguments
+    given = {} if arguments is None and status in ("ok", "unknown_tool") else arguments
     try:
         json.dumps(given, allow_nan=False)
         _strict_at(raw, given)

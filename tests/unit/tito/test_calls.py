@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from worker.tito.calls import judge_call, new_call_id, unwrap_arguments
-from worker.types import ProblemKind
+from worker.tito.calls import (
+    judge_call,
+    judge_parsed,
+    limit_calls,
+    new_call_id,
+    strict_json,
+    unwrap_arguments,
+)
+from worker.types import ProblemKind, ToolCall
 
 
 @pytest.mark.parametrize(
@@ -42,6 +49,14 @@ def test_call_is_executable_when_its_arguments_are_an_object(
         ("[1, 2]", ProblemKind.INVALID_JSON),
         ("[" * 100_000, ProblemKind.INVALID_JSON),
         ('{"name": "f", "arguments": {"n": ' + "9" * 5000 + "}}", ProblemKind.INVALID_JSON),
+        ('{"name": "f", "name": "g"}', ProblemKind.INVALID_JSON),
+        ('{"name": "f", "arguments": {"a": {"b": 1, "b": 2}}}', ProblemKind.INVALID_JSON),
+        ('{"name": "f", "arguments": {"n": NaN}}', ProblemKind.INVALID_JSON),
+        ('{"name": "f", "arguments": {"n": -Infinity}}', ProblemKind.INVALID_JSON),
+        ('{"name": "f", "arguments": {"n": 1e400}}', ProblemKind.INVALID_JSON),
+        ("{'name': 'f'}", ProblemKind.INVALID_JSON),
+        ('{"name": "f", "arguments": {},}', ProblemKind.INVALID_JSON),
+        ('{"name": " ", "arguments": {}}', ProblemKind.NO_NAME),
         ("{}", ProblemKind.NO_NAME),
         ('{"name": null, "arguments": {}}', ProblemKind.NO_NAME),
         ('{"name": 5, "arguments": {}}', ProblemKind.NO_NAME),
@@ -73,3 +88,103 @@ def test_call_ids_have_24_hex_digits_and_do_not_repeat() -> None:
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", one) for one in ids)
+
+
+@pytest.mark.parametrize(
+    ("raw", "name", "arguments", "status", "expected"),
+    [
+        ('{"a": 3}', "f", {"a": 3}, "ok", {"a": 3}),
+        ("", "f", None, "ok", {}),
+        ("f", "f", {}, "unknown_tool", {}),
+        ("", "f", '"{\\"a\\": 3}"', "ok", {"a": 3}),
+        ("<function=f>\n<parameter=a>\n3\n</parameter>\n</function>", "f", {"a": 3}, "ok",
+         {"a": 3}),
+        ("\n<function=f>\n</function>\n", "f", {}, "ok", {}),
+        # No JSON where the schema may want some: the schema's own check tells the model.
+        ("<function=f><parameter=a>x</parameter></function>", "f", {"a": "x"}, "invalid_json",
+         {"a": "x"}),
+        ('<invoke name="f"><parameter name="a">3</parameter></invoke>', "f", {"a": 3}, "ok",
+         {"a": 3}),
+        ('<invoke name="f"></invoke>\n<invoke name="g"></invoke>', "g", {}, "ok", {}),
+    ],
+)  # fmt: skip
+def test_a_parsers_call_is_executable_when_nothing_of_it_is_left_over(
+    raw: str, name: str, arguments: Any, status: str, expected: dict[str, Any]
+) -> None:
+    call = judge_parsed(raw, name=name, arguments=arguments, status=status)
+    assert (call.problem, call.name, call.arguments, call.raw) == (None, name, expected, raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "arguments", "status", "kind"),
+    [
+        ("f", {}, "unclosed_block", ProblemKind.UNCLOSED),
+        ("f", {}, "malformed_structure", ProblemKind.BAD_STRUCTURE),
+        ("{bad", "{bad", "invalid_json", ProblemKind.INVALID_JSON),
+        ("{bad", "{bad", "ok", ProblemKind.BAD_ARGUMENTS),
+        ("[1]", [1], "ok", ProblemKind.BAD_ARGUMENTS),
+        ("5", 5, "ok", ProblemKind.BAD_ARGUMENTS),
+        ('f{"a": 1, "a": 2}', {"a": 2}, "ok", ProblemKind.INVALID_JSON),
+        ('{"a": NaN}', {"a": float("nan")}, "ok", ProblemKind.INVALID_JSON),
+        # The second function of a block: its arguments would have become the first one's.
+        ("<function=f><parameter=a>1</parameter></function><function=g></function>", {"a": 1}, "ok",
+         ProblemKind.BAD_STRUCTURE),
+        # An argument without its end, which a parser leaves out.
+        ("<function=f><parameter=a>1</parameter><parameter=b>2</function>", {"a": 1}, "ok",
+         ProblemKind.BAD_STRUCTURE),
+        # The end marker inside a value: the value would have been cut there.
+        ("<function=f><parameter=a>x </parameter> y</parameter></function>", {"a": "x"}, "ok",
+         ProblemKind.BAD_STRUCTURE),
+        ("<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", {"a": 2},
+         "ok", ProblemKind.BAD_STRUCTURE),
+        ('<invoke name="f"></invoke><invoke name="g">', {}, "ok", ProblemKind.BAD_STRUCTURE),
+        ('<invoke name="f">text</invoke>', {}, "ok", ProblemKind.BAD_STRUCTURE),
+    ],
+)  # fmt: skip
+def test_a_parsers_call_is_a_problem_when_it_was_read_loosely(
+    raw: str, arguments: Any, status: str, kind: ProblemKind
+) -> None:
+    call = judge_parsed(raw, name="f", arguments=arguments, status=status)
+    assert (call.problem, call.arguments) == (kind, {})
+    assert call.problem_text
+
+
+@pytest.mark.parametrize("name", [None, "", "  "])
+def test_a_parsers_call_without_a_name_is_one(name: str | None) -> None:
+    for status in ("ok", "missing_name"):
+        call = judge_parsed("{}", name=name, arguments={}, status=status)
+        assert call.problem is ProblemKind.NO_NAME
+
+
+def test_a_calls_own_id_is_kept_where_a_template_can_show_it_again() -> None:
+    assert judge_parsed("", name="f", arguments={}, call_id="functions.f:0").id == "functions.f:0"
+    for odd in (None, "", "a b", "<|im_end|>", "x" * 65, "a\n"):
+        assert re.fullmatch(
+            r"call_[0-9a-f]{24}", judge_parsed("", name="f", arguments={}, call_id=odd).id
+        )
+
+
+def test_a_block_of_thousands_of_open_arguments_is_judged_at_once() -> None:
+    raw = "<function=f>" + "<parameter=a>" * 100_000
+    assert judge_parsed(raw, name="f", arguments={}).problem is ProblemKind.BAD_STRUCTURE
+
+
+@pytest.mark.parametrize(("most", "good"), [(None, 4), (9, 4), (4, 4), (2, 2), (1, 1)])
+def test_calls_behind_as_many_as_a_turn_may_make_are_problems(most: int | None, good: int) -> None:
+    broken = judge_call("{", closed=True)
+    calls = [ToolCall("1", "a", {}), broken, *(ToolCall(str(n), "a", {}) for n in (2, 3, 4))]
+    limit_calls(calls, most)
+    executable = [call.id for call in calls if call.problem is None]
+    assert executable == ["1", "2", "3", "4"][:good]
+    assert broken.problem is ProblemKind.INVALID_JSON
+    for call in calls:
+        if call.problem is ProblemKind.TOO_MANY:
+            assert call.problem_text.startswith(
+                f"not executed: 4 calls in one turn, at most {most} "
+            )
+
+
+def test_strict_json_takes_what_json_is() -> None:
+    assert strict_json('{"a": [1, 1.5, -2e3, null, true, "\\u00e9"], "b": {}}') == {
+        "a": [1, 1.5, -2000.0, None, True, "é"], "b": {},
+    }  # fmt: skip
