@@ -176,6 +176,14 @@ class Tokenizer:
         """Return the id of one token, None where the vocabulary lacks it."""
         return self._inner.token_to_id(token)
 
+    def framing(self) -> list[int]:
+        """Return the ids that the vocabulary's post-processor writes in front of a text: a BOS."""
+        framed = self._inner.encode("a", add_special_tokens=True).ids
+        bare = self._inner.encode("a", add_special_tokens=False).ids
+        starts = range(len(framed) - len(bare) + 1)
+        start = next((i for i in starts if framed[i : i + len(bare)] == bare), 0)
+        return framed[:start]
+
     def _encode(self, text: str) -> list[int]:
         return self._encode_all([text]) if text else []
 

@@ -1,0 +1,346 @@
+"""The backend over any Hugging Face chat template.
+
+Owns one template over one vocabulary as a `Renderer`: messages to ids, the suffix behind a turn,
+replies to messages. Never renders the history that an engine saw a second time, never decides what
+a good call is. Invariant: `extend` returns a suffix that is a function of the new messages and the
+tools alone; what was sampled is never changed, trimmed or re-encoded.
+
+What a template says of its own is never guessed at run time: which id closes a turn, which roles
+may follow, how it wants arguments, whether it writes a BOS is found by probes at start
+(`template_form`, `template_turns`), or the model is refused.
+
+    BOS       exactly one, at index 0, where the template or the tokenizer's post-processor writes
+              one; a template that writes it again behind a turn is refused
+    date      `strftime_now` says `model.template_date`, for the whole run
+    T-STRIP   templates that drop earlier reasoning drop it from histories that are given to
+              `render`; the own loop is append-only, so what the engine saw stays
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollstream.errors import ConfigError, MergeFault
+from rollstream.sample import Message, TokenIds
+
+from ..types import AssistantMessage
+from .boundaries import AUTO, Boundary, choose_rule
+from .compare import Comparator
+from .ids import as_ids
+from .messages import normalize_messages, normalize_tools
+from .template_files import TemplateSource, read_template
+from .template_parse import ReplyParser
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .sandbox import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What the operator says of a template."""
+
+    chat_template: str = ""
+    """Path of another template than the folder's."""
+    boundaries: str = AUTO
+    """A row of `BOUNDARIES`, `auto`, or `derived`."""
+    tool_parser: str = ""
+    """How calls are spelled; empty reads calls as text."""
+    reasoning_parser: str = ""
+    """`think`, `none`, or empty for the vocabulary's own markers."""
+    date: str = ""
+    """What `strftime_now` says, ISO."""
+    names: Mapping[str, Any] = field(default_factory=dict)
+    """What else the template sees: `{"enable_thinking": false}`."""
+
+
+class TemplateBackend:
+    """A `worker.types.Renderer` for one chat template and one vocabulary."""
+
+    name = "template"
+
+    def __init__(
+        self, tokenizer: Tokenizer, source: TemplateSource, options: TemplateOptions
+    ) -> None:
+        """Compile a template and try it.
+
+        Raises:
+            ConfigError: it is no template, cannot be extended append-only, or an option does not
+                fit it; the message says at which message and which ids.
+        """
+        # jinja2 takes 50 ms: only who uses a template pays them.
+        from .sandbox import ChatTemplate
+        from .template_form import probe_form
+        from .template_turns import Turns, derive_boundary
+
+        self.tokenizer = tokenizer
+        self.origin = source.origin
+        self._names = {**source.special, **options.names}
+        self._default = ChatTemplate(source.default, name=source.origin, date=options.date)
+        self._tool_use = self._default
+        if source.tool_use is not None:
+            self._tool_use = ChatTemplate(
+                source.tool_use, name=f"{source.origin} (tool_use)", date=options.date
+            )
+        texts = [source.default, source.tool_use or ""]
+        stops = self._configured_stops(source)
+        rule = choose_rule(options.boundaries, tokenizer, texts)
+        self._form = probe_form(self._text, source.origin)
+        boundary = derive_boundary(rule, self._text, tokenizer, stops, source.origin)
+        self._turns = Turns(self._text, self._form, tokenizer, boundary, source.origin)
+        self._parser = ReplyParser(
+            tokenizer, boundary, options.tool_parser, options.reasoning_parser
+        )
+        self._bos = self._find_bos(source)
+        self._specs: tuple[object, list[dict[str, Any]] | None] = (None, None)
+
+    @classmethod
+    def load(
+        cls,
+        tokenizer: Tokenizer,
+        folder_or_template: str | Path | TemplateSource,
+        options: TemplateOptions | None = None,
+    ) -> TemplateBackend:
+        """Return the renderer of a model's folder (or of its `tokenizer.json`).
+
+        Args:
+            tokenizer: the vocabulary of the same model.
+            folder_or_template: where the template is, or the template itself.
+            options: the operator's.
+
+        Raises:
+            ConfigError: see `read_template` and the constructor.
+        """
+        options = options or TemplateOptions()
+        source = folder_or_template
+        if not isinstance(source, TemplateSource):
+            source = read_template(source, options.chat_template)
+        return cls(tokenizer, source, options)
+
+    @property
+    def boundary(self) -> Boundary:
+        """The rule at the end of a turn, with the roles that may follow."""
+        return self._turns.boundary
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn."""
+        return self.boundary.stop_ids
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids that may stand behind an assistant turn in the template."""
+        return self.boundary.end_ids
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that no text of anybody may give."""
+        return self.tokenizer.control_ids
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id of the vocabulary."""
+        return self.tokenizer.max_token_id
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are read from replies."""
+        return self._parser.reads_calls
+
+    @property
+    def drops(self) -> frozenset[str]:
+        """What the template leaves out; see `template_form.Form`."""
+        return self._form.drops
+
+    def describe(self) -> list[str]:
+        """Return what was found of the template, a sentence each, for people."""
+        boundary, decode = self.boundary, self.tokenizer.decode
+        closes = [decode([number]) for number in boundary.close_ids]
+        said = [
+            f"template: {self.origin}",
+            f"boundaries: {boundary.name}; a turn is closed by "
+            + (" or ".join(closes) if closes else "the next role token")
+            + (f", then {decode(list(boundary.behind))!r}" if boundary.behind else ""),
+            f"stop tokens: {' '.join(decode([number]) for number in boundary.stop_ids)}",
+            f"roles behind an assistant turn: {', '.join(boundary.roles)}",
+        ]
+        said += [f"not {role}: {reason}" for role, reason in self._turns.refused.items()]
+        if self._form.drops:
+            said.append(f"the template does not write: {', '.join(sorted(self._form.drops))}")
+        if not self.reads_calls:
+            said.append("calls are text: no model.tool_parser")
+        return said
+
+    def comparator(self) -> Comparator:
+        """Return what compares two sequences under this template."""
+        boundary = self.boundary
+        return Comparator(
+            self.control_ids,
+            self.decode,
+            assistant=self.tokenizer.encode(boundary.assistant),
+            ends=boundary.end_ids,
+            trim=boundary.trim_ids,
+        )
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> TokenIds:
+        """Return the prompt ids of a conversation, generation prompt included.
+
+        Raises:
+            ValueError: no messages, one that has no text form, or one that the template does not
+                take; names its index and its role.
+        """
+        from .sandbox import RenderError
+
+        if not messages:
+            raise ValueError("a prompt needs at least one message")
+        plain = self._adapted(messages)
+        specs = normalize_tools(tools, self.tokenizer)
+        try:
+            text = self._text(plain, specs)
+        except RenderError as error:
+            place = self._culprit(plain, specs)
+            raise ValueError(
+                f"message {place} (role {messages[place].get('role')!r}): the chat template "
+                f"does not take it here: {error}"
+            ) from None
+        return as_ids(self._with_bos(self.tokenizer.encode(text)))
+
+    def extend(
+        self,
+        window: TokenIds,
+        completion: TokenIds,
+        new_messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> TokenIds:
+        """Return only the ids to append behind `completion` for the next request.
+
+        Whatever the reply ended with stays. Where it is not a close, the close is part of what is
+        returned, behind the end of a reasoning block that was left open; ids that were sampled
+        behind the close and that the template writes there anyway are not written twice.
+
+        Raises:
+            MergeFault: the messages cannot follow here; `detail` is one of `no_messages`,
+                `bad_message`, `bad_tools`, `assistant_message`, `role`, `template`,
+                `lost_message`, `generation_prompt`, `bos`.
+        """
+        if not new_messages:
+            raise MergeFault("no message to extend the conversation with", detail="no_messages")
+        for place, message in enumerate(new_messages):
+            if isinstance(message, dict) and message.get("role") == "assistant":
+                raise MergeFault(
+                    f"cannot extend: message {place} is an assistant message, which only the "
+                    "engine may add",
+                    detail="assistant_message",
+                )
+        try:
+            messages = self._adapted(new_messages)
+        except ValueError as error:
+            raise MergeFault(f"cannot extend: {error}", detail="bad_message") from None
+        tail = self._turns.behind(messages, self._normal_specs(tools)).ids
+        if self._bos is not None and self._bos in tail:
+            raise MergeFault("the suffix has a BOS in it", detail="bos")
+        sampled = completion.tolist()
+        suffix = self.boundary.append(sampled, tail)
+        if not any(number in self.stop_token_ids for number in sampled):
+            suffix = [*self._parser.unfinished(sampled, window.tolist()), *suffix]
+        return as_ids(suffix)
+
+    def parse(
+        self,
+        completion: TokenIds,
+        prompt_tail: TokenIds,
+        tools: Sequence[Message] | None = None,
+    ) -> AssistantMessage:
+        """Parse one reply from its ids alone; never raises for what a model wrote."""
+        return self._parser.parse(completion, prompt_tail, tools)
+
+    def encode(self, text: str) -> TokenIds:
+        """Encode plain text; control strings in it do not become control ids."""
+        return as_ids(self.tokenizer.encode_plain(text))
+
+    def encode_raw(self, text: str) -> TokenIds:
+        """Encode a prompt that is rendered already; control strings in it become their ids."""
+        return as_ids(self.tokenizer.encode_raw(text))
+
+    def decode(self, ids: TokenIds) -> str:
+        """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
+        return self.tokenizer.decode(ids.tolist())
+
+    def _text(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt: bool = True,
+    ) -> str:
+        template: ChatTemplate = self._tool_use if tools else self._default
+        return template.render(messages, tools, add_generation_prompt=prompt, names=self._names)
+
+    def _adapted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        plain = normalize_messages(messages, self.tokenizer, self._parser.markup)
+        return self._form.apply(plain, messages, self.tokenizer.escape)
+
+    def _normal_specs(self, tools: Sequence[Message] | None) -> list[dict[str, Any]] | None:
+        """Return the normalized specs; those of one run are the same object at every turn."""
+        if not tools:
+            return None
+        held, specs = self._specs
+        if held is not tools:
+            try:
+                specs = normalize_tools(tools, self.tokenizer)
+            except ValueError as error:
+                raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
+            self._specs = (tools, specs)
+        return specs
+
+    def _culprit(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
+        """Return the first message with which the conversation cannot be rendered."""
+        from .sandbox import RenderError
+
+        for count in range(1, len(messages)):
+            try:
+                self._text(messages[:count], tools)
+            except RenderError:
+                return count - 1
+        return len(messages) - 1
+
+    def _configured_stops(self, source: TemplateSource) -> list[int]:
+        eos = source.special.get("eos_token")
+        number = self.tokenizer.token_id(eos) if isinstance(eos, str) else None
+        stops = [number] if number is not None else []
+        return [*stops, *(n for n in source.stop_ids if 0 <= n <= self.tokenizer.max_token_id)]
+
+    def _find_bos(self, source: TemplateSource) -> int | None:
+        """Return the id that must begin every prompt, None for none.
+
+        Raises:
+            ConfigError: the template writes it behind turns as well.
+        """
+        token = source.special.get("bos_token")
+        number = self.tokenizer.token_id(token) if isinstance(token, str) else None
+        framing = self.tokenizer.framing()
+        ids = self.tokenizer.encode(self._text([{"role": "user", "content": "hi"}]))
+        written = number is not None and ids[:1] == [number]
+        if not written:
+            number = framing[0] if framing else None
+        if number is None or number in self.boundary.opener_ids:
+            return None  # where a BOS opens every turn (`<|im_start|>`), the template counts them
+        behind = self._turns.behind([{"role": "user", "content": "hi"}], None)
+        if number in behind.ids:
+            raise ConfigError(
+                f"{self.origin}: the template writes the BOS {self.tokenizer.decode([number])} "
+                "again in front of message 2 (role 'user'); a prompt has one, at its beginning; "
+                "set model.chat_template to a template that does not"
+            )
+        return number
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        if self._bos is None:
+            return ids
+        start = 0
+        while start < len(ids) and ids[start] == self._bos:
+            start += 1
+        return [self._bos, *ids[start:]]

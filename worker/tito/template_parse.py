@@ -1,0 +1,294 @@
+"""Replies under a chat template, read from their ids.
+
+Owns where reasoning ends and where calls stand for formats that no family of ours describes; what
+is a good call is decided in `calls`. Never renders, never raises for what a model wrote. Invariant:
+a call counts only outside the reasoning block, and only where that block ended by its own marker.
+
+`model.tool_parser` names how calls are spelled; without one, calls are text. `model.
+reasoning_parser` names the reasoning markers; without one they are the vocabulary's own
+`<think>` and `</think>`, where each is one token. Markers that are tokens are looked for as ids, so
+text that only looks like one is text; others are looked for in the text of the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollstream.errors import ConfigError
+from rollstream.sample import Message, TokenIds
+
+from ..types import AssistantMessage, ProblemKind, ToolCall
+from .backend import import_renderers
+from .boundaries import Boundary
+from .calls import MAX_LATER_CLOSES, closes_behind, judge_call, judge_parsed, new_call_id
+from .ids import as_ids
+from .tokenizer import Tokenizer
+
+JSON_BLOCK = ("<tool_call>", "</tool_call>")
+"""Hermes, Qwen3: one object with name and arguments between two markers."""
+PACKAGE_PARSERS = ("qwen3.5", "glm", "deepseek-v3")
+"""Spellings that the package `renderers` reads."""
+TOOL_PARSERS = ("qwen3", "hermes", *PACKAGE_PARSERS)
+REASONING_MARKERS = {"think": ("<think>", "</think>")}
+NO_REASONING = "none"
+
+
+class ReplyParser:
+    """Parses the replies of one template."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        boundary: Boundary,
+        tool_parser: str = "",
+        reasoning_parser: str = "",
+    ) -> None:
+        """Bind the spellings.
+
+        Args:
+            tokenizer: of the vocabulary.
+            boundary: says which ids end a turn.
+            tool_parser: one of `TOOL_PARSERS`, or empty.
+            reasoning_parser: a key of `REASONING_MARKERS`, `none`, or empty.
+
+        Raises:
+            ConfigError: an unknown name, or one whose tokens the vocabulary lacks.
+        """
+        self._tokenizer, self._boundary = tokenizer, boundary
+        self._tool_parser = _known("model.tool_parser", tool_parser, TOOL_PARSERS)
+        names = (*REASONING_MARKERS, NO_REASONING)
+        reasoning = _known("model.reasoning_parser", reasoning_parser, names)
+        markers = REASONING_MARKERS.get(reasoning or "think")
+        self._reasoning_ids = None if reasoning == NO_REASONING else self._atomic(markers)
+        self._reasoning_text = markers if reasoning == "think" and not self._reasoning_ids else None
+        self._call_ids = self._atomic(JSON_BLOCK)
+        self._package: Any = None
+        if self._tool_parser in PACKAGE_PARSERS:
+            self._package = import_renderers("parsers").get_tool_parser(tool_parser, tokenizer)
+            opener = "<｜tool▁calls▁begin｜>" if tool_parser == "deepseek-v3" else JSON_BLOCK[0]
+            if tokenizer.token_id(opener) is None:
+                raise ConfigError(
+                    f"model.tool_parser: {tool_parser!r} needs {opener} as one token, which the "
+                    "vocabulary lacks"
+                )
+
+    @property
+    def markup(self) -> frozenset[str]:
+        """Control strings that an assistant's own text may hold."""
+        found: set[str] = set()
+        if self._reasoning_ids or self._reasoning_text:
+            found.update(REASONING_MARKERS["think"])
+        if self._tool_parser:
+            found.update(JSON_BLOCK)
+        if self._tool_parser == "glm":
+            found.update(["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"])
+        if self._tool_parser == "deepseek-v3":
+            found.update(token for token in self._tokenizer.controls if "tool▁" in token)
+        return frozenset(found)
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are read at all."""
+        return bool(self._tool_parser)
+
+    def parse(
+        self, completion: TokenIds, prompt_tail: TokenIds, tools: Sequence[Message] | None
+    ) -> AssistantMessage:
+        """Return the message that a reply is; see `worker.types.Renderer`."""
+        del tools  # the spellings here carry their own types
+        sampled = completion.tolist()
+        stops = frozenset(self._boundary.stop_ids)
+        end = next((i for i, number in enumerate(sampled) if number in stops), len(sampled))
+        closes = self._boundary.close_ids or tuple(self._boundary.opener_ids)
+        abnormal = end == len(sampled) or sampled[end] not in closes
+        ids = sampled[:end]
+        open_before = self.reasoning_is_open(prompt_tail.tolist())
+        if self._reasoning_text is not None:
+            return self._parse_text(ids, abnormal, open_before=open_before)
+        reasoning, ids, is_open = self._reasoning(ids, open_before=open_before)
+        if is_open:
+            return AssistantMessage("", reasoning or "", [], abnormal)
+        content, calls = self._calls(ids)
+        return AssistantMessage(content.strip(), reasoning or None, calls, abnormal)
+
+    def reasoning_is_open(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends inside a reasoning block: its last marker opened one."""
+        ends = self._boundary.end_ids
+        start = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ends), 0)
+        if self._reasoning_ids is not None:
+            opener, closer = self._reasoning_ids
+            marks = [number for number in prompt[start:] if number in (opener, closer)]
+            return bool(marks) and marks[-1] == opener
+        if self._reasoning_text is None:
+            return False
+        text = self._decode(prompt[start:])
+        return text.rfind(self._reasoning_text[0]) > text.rfind(self._reasoning_text[1])
+
+    def unfinished(self, sampled: Sequence[int], window: Sequence[int]) -> list[int]:
+        """Return the closing marker, as ids, where a reply was cut inside its reasoning."""
+        if self._reasoning_ids is None:
+            return []
+        before = self.reasoning_is_open(window)
+        _, _, is_open = self._reasoning(list(sampled), open_before=before)
+        if is_open and self._call_ids and self._call_ids[0] in sampled:
+            return []  # a call ends the block, as the family's own renderers have it
+        return [self._reasoning_ids[1]] if is_open else []
+
+    def _reasoning(
+        self, ids: list[int], *, open_before: bool
+    ) -> tuple[str | None, list[int], bool]:
+        """Return (reasoning, what follows it, whether it is unfinished)."""
+        if self._reasoning_ids is None:
+            return None, ids, False
+        opener, closer = self._reasoning_ids
+        first = next((i for i, number in enumerate(ids) if number == opener), -1)
+        explicit = first >= 0 and not self._decode(ids[:first]).strip()
+        if not explicit and not open_before:
+            return None, ids, False
+        start = first + 1 if explicit else 0
+        end = next((i for i in range(start, len(ids)) if ids[i] == closer), -1)
+        inside = ids[start:] if end < 0 else ids[start:end]
+        text = self._decode([number for number in inside if number != opener]).strip()
+        return text, ids[end + 1 :] if end >= 0 else [], end < 0
+
+    def _parse_text(self, ids: list[int], abnormal: bool, *, open_before: bool) -> AssistantMessage:
+        """Parse a reply whose reasoning markers are no tokens."""
+        assert self._reasoning_text is not None
+        opener, closer = self._reasoning_text
+        text = self._decode(ids)
+        explicit = text.lstrip().startswith(opener)
+        reasoning = ""
+        if explicit or open_before:
+            inside = text.lstrip().removeprefix(opener) if explicit else text
+            reasoning, closed, rest = inside.partition(closer)
+            if not closed:
+                return AssistantMessage("", reasoning.strip(), [], abnormal)
+            ids, text = self._behind(ids, len(text) - len(rest)), rest
+        if self._package is not None:
+            text, calls = self._calls(ids)
+        elif self._tool_parser:
+            text, calls = _text_calls(text)
+        else:
+            calls = []
+        return AssistantMessage(text.strip(), reasoning.strip() or None, calls, abnormal)
+
+    def _behind(self, ids: list[int], chars: int) -> list[int]:
+        """Return the ids behind the first `chars` characters, at a token's start."""
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self._decode(ids[:middle])) < chars:
+                low = middle + 1
+            else:
+                high = middle
+        return ids[low:]
+
+    def _calls(self, ids: list[int]) -> tuple[str, list[ToolCall]]:
+        """Return the text before the calls, and the calls."""
+        if not self._tool_parser:
+            return self._decode(ids), []
+        if self._package is not None:
+            return self._package_calls(ids)
+        if self._call_ids is None:
+            return _text_calls(self._decode(ids))
+        return self._id_calls(ids, *self._call_ids)
+
+    def _package_calls(self, ids: list[int]) -> tuple[str, list[ToolCall]]:
+        try:
+            content, found = self._package.extract(ids)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            text = self._decode(ids)
+            call = ToolCall(new_call_id(), "", {}, text, ProblemKind.INVALID_JSON, str(error))
+            return text, [call]
+        calls = [
+            judge_parsed(
+                block.raw, name=block.name, arguments=block.arguments, status=str(block.status)
+            )
+            for block in found
+        ]
+        return self._decode(content), calls
+
+    def _id_calls(self, ids: list[int], opener: int, closer: int) -> tuple[str, list[ToolCall]]:
+        calls: list[ToolCall] = []
+        first = place = _index(ids, opener, 0)
+        while place < len(ids):
+            start = place + 1
+            ends = closes_behind(ids, start, closer)
+
+            def between(end: int | None, start: int = start) -> str:
+                return self._decode(ids[start:end])
+
+            call, end = _first_that_reads(between, ends)
+            calls.append(call)
+            place = len(ids) if end is None else _index(ids, opener, end + 1)
+        return self._decode(ids[:first]), calls
+
+    def _atomic(self, markers: tuple[str, str] | None) -> tuple[int, int] | None:
+        ids = [self._tokenizer.token_id(marker) for marker in markers or ()]
+        if len(ids) != 2 or ids[0] is None or ids[1] is None:
+            return None
+        return ids[0], ids[1]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(as_ids(ids).tolist()) if ids else ""
+
+
+def _text_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the text before the calls, and the calls, where their markers are no tokens."""
+    opener, closer = JSON_BLOCK
+    calls: list[ToolCall] = []
+    first = place = text.find(opener)
+    while place >= 0:
+        start = place + len(opener)
+        ends: list[int] = []
+        at = start
+        while len(ends) < MAX_LATER_CLOSES and (at := text.find(closer, at)) >= 0:
+            ends.append(at)
+            at += len(closer)
+
+        def between(end: int | None, start: int = start) -> str:
+            return text[start:end]
+
+        call, end = _first_that_reads(between, ends)
+        calls.append(call)
+        place = -1 if end is None else text.find(opener, end + len(closer))
+    return text if first < 0 else text[:first], calls
+
+
+def _first_that_reads(
+    between: Callable[[int | None], str], ends: list[int]
+) -> tuple[ToolCall, int | None]:
+    """Return the call between an opening marker and the first closing one that makes it JSON.
+
+    A closing marker may stand inside a string argument. Where none makes it JSON, the first closes.
+
+    Args:
+        between: the text from the opener to a place; None is all that follows.
+        ends: places of closing markers.
+
+    Returns:
+        The call, and the place of the marker that closed it, None for none.
+    """
+    if not ends:
+        return judge_call(between(None).strip(), closed=False), None
+    first = judge_call(between(ends[0]).strip(), closed=True)
+    if first.problem is ProblemKind.INVALID_JSON:
+        for end in ends[1:]:
+            call = judge_call(between(end).strip(), closed=True)
+            if call.problem is not ProblemKind.INVALID_JSON:
+                return call, end
+    return first, ends[0]
+
+
+def _index(ids: list[int], wanted: int, start: int) -> int:
+    try:
+        return ids.index(wanted, start)
+    except ValueError:
+        return len(ids)
+
+
+def _known(setting: str, name: str, known: Sequence[str]) -> str:
+    if name and name not in known:
+        raise ConfigError(f"{setting}: unknown parser {name!r}; known: {', '.join(known)}")
+    return name
