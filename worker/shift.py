@@ -306,6 +306,9 @@ class Shift:
             self._note_refusal(work.group.key, ending.error)
         elif delivered and any(leaf.calls for leaf in leaves):
             self._refused.clear()
+            if ending.trajectory is not None and work.group.all_alike(ending.trajectory):
+                self._metrics.group_alike(env)
+                log.warning("members_sampled_the_same", group=work.group.key)
 
     def _note_refusal(self, key: str, message: str) -> None:
         self._refused.add(key)

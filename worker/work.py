@@ -143,6 +143,21 @@ class GroupWork:
     """A sample's whole request was compared with its ids, the prompt's JSON included."""
     rendered: Any = None
     """`PromptIds`, a future of them, or the fault that rendering gave (see `groups.py`)."""
+    num_answers: int = 0
+    """Members that were sampled to an end here."""
+    answers: set[int] = field(default_factory=set)
+    """What tells their tokens apart."""
+
+    def all_alike(self, trajectory: Trajectory) -> bool:
+        """Take a member's answer; True for the last of a group whose members sampled the same.
+
+        A sign that an engine ignores seeds, or that a function gives all members one. Said only
+        of groups that this worker ran whole, and not where the temperature is 0.
+        """
+        self.num_answers += 1
+        self.answers.add(_digest(trajectory))
+        whole = self.num_answers == self.group.n > 1
+        return whole and len(self.answers) == 1 and self.sampling.temperature > 0
 
 
 _OF_STATUS = {
@@ -159,6 +174,21 @@ _BADNESS = {s: i for i, s in enumerate((Status.COMPLETED, Status.TRUNCATED, Stat
 def leaves_of(trajectory: Trajectory) -> list[Sample]:
     """Return the samples of a trajectory, whatever its shape."""
     return trajectory if isinstance(trajectory, list) else [trajectory]
+
+
+def _digest(trajectory: Trajectory) -> int:
+    """Return what differs between trajectories whose tokens differ, all but certainly.
+
+    Lengths and both ends: a whole long sample would cost as much as its compression.
+    """
+    return hash(
+        tuple(
+            (len(leaf.tokens), leaf.response_length,
+             leaf.tokens[len(leaf.tokens) - leaf.response_length :][:64].tobytes(),
+             leaf.tokens[-64:].tobytes())
+            for leaf in leaves_of(trajectory)
+        )
+    )  # fmt: skip
 
 
 def worst_leaf(trajectory: Trajectory) -> Sample:

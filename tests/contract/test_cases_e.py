@@ -18,12 +18,14 @@ from rollstream.sample import UNKNOWN_VERSION, Call, Sample
 from rollstream.wire import decode_body, decode_header, encode_body, encode_header
 from tests.contract.rolls import Recorder, Rolled, rolled
 from tests.generate_stage import Says, engine_of, given
+from tests.integration.worker.parts import a_run
 from tests.toy import A1, A2, CLOSE, HI, O1, P0, toy_renderer
+from tests.unit.worker.works import a_book, a_work, an_env, answer, leased
 from worker.generate import multi_turn, single_turn
 from worker.sampling import Sampling
 from worker.tito.masks import on_policy_mask
 from worker.tools import FunctionTool
-from worker.types import AssistantMessage, ToolCall
+from worker.types import AssistantMessage, GenerateInput, GenerateOutput, ToolCall
 
 variants = pytest.mark.parametrize("generate", [single_turn, multi_turn])
 FILL = [1104, 1101, 1108, 1111, 1032, 1110, 1111, 1119, 1046, 1046]
@@ -281,3 +283,33 @@ async def test_a_turn_that_was_resumed_twice_is_parsed_and_observed_as_one() -> 
     assert run.sample.tokens.tolist() == P0 + A1 + O1 + A2
     assert run.sample.loss_mask is not None
     assert run.sample.loss_mask.tolist() == [1, 1, 1] + [0] * 11 + [1, 1]
+
+
+async def test_case_78_a_group_whose_members_sampled_the_same_is_counted(
+    valkey_url: str, run_name: str
+) -> None:
+    async def by_member(stage: GenerateInput) -> GenerateOutput:
+        alike = stage.sample.group_index == 1
+        ids = (4, 5, 6 if alike else 6 + stage.sample.member)
+        return GenerateOutput(answer(stage, ids=ids))
+
+    async with a_run(valkey_url, run_name) as run:
+        for group_index, n in ((0, 4), (1, 4), (2, 1)):
+            await run.enqueue(group_index, n)
+        worker = run.worker(generate=by_member, filters=())
+        worker.start()
+        await run.ready(3)
+        worker.metrics.flush()
+        text = worker.metrics.render().decode()
+    assert 'rollout_identical_groups_total{env="default"} 1.0' in text
+
+
+async def test_case_78_a_temperature_of_0_makes_equal_members_by_itself() -> None:
+    book = a_book(an_env(sampling=Sampling(temperature=0.0)))
+    warm = a_book(an_env())
+    found = []
+    for one in (book, warm):
+        group = a_work(one, leased(n=2)).group
+        samples = [_spread([(1, 2, 5)], [1, 1, 1]) for _ in range(2)]
+        found.append([group.all_alike(sample) for sample in samples])
+    assert found == [[False, False], [False, True]]

@@ -76,6 +76,7 @@ class Metrics:
         self._declare(version, wire)
         self._samples: Tally[tuple[str, StopReason]] = Tally()
         self._groups: Tally[tuple[str, str, str]] = Tally()
+        self._alike: Tally[str] = Tally()
         self._turns: Tally[str] = Tally()
         self._tokens: Tally[str] = Tally()
         self._spans: dict[str, list[float]] = {name: [] for name in SPAN_NAMES}
@@ -98,6 +99,10 @@ class Metrics:
         self.groups_total = prom.Counter(
             "rollout_groups", "Full groups judged", ["env", "outcome", "reason"], registry=registry
         )
+        self.identical_groups_total = prom.Counter(
+            "rollout_identical_groups", "Groups whose members all sampled the same tokens", ["env"],
+            registry=registry,
+        )  # fmt: skip
         self.turns_total = prom.Counter(
             "rollout_turns", "Engine calls of ended trajectories", ["env"], registry=registry
         )
@@ -194,6 +199,7 @@ class Metrics:
             for env in envs
             for outcome, reason in outcomes
         }
+        self._alike_children = {env: self.identical_groups_total.labels(env) for env in envs}
         self._turn_children = {env: self.turns_total.labels(env) for env in envs}
         self._token_children = {kind: self.tokens_total.labels(kind) for kind in TOKEN_KINDS}
         self._span_children = {name: self.span_seconds.labels(name) for name in SPAN_NAMES}
@@ -256,6 +262,10 @@ class Metrics:
         else:
             self._groups[env, "dropped", drop.value] += 1
 
+    def group_alike(self, env: str) -> None:
+        """Count one group whose members all sampled the same tokens."""
+        self._alike[env if env in self._envs else OTHER] += 1
+
     def lag(self, seconds: float) -> None:
         """Keep one reading of how late the loop was."""
         self._lags.append(max(0.0, seconds))
@@ -265,6 +275,7 @@ class Metrics:
         """Move what was accumulated to Prometheus."""
         _move(self._samples, self._sample_children)
         _move(self._groups, self._group_children)
+        _move(self._alike, self._alike_children)
         _move(self._turns, self._turn_children)
         _move(self._tokens, self._token_children)
         for name, values in self._spans.items():
