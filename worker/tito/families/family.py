@@ -68,6 +68,9 @@ class Family:
     spelling); the markers of `reasoning` always may."""
     thinking: bool = True
     """A turn may begin with reasoning (not where the generation prompt closed an empty block)."""
+    opens_reasoning: bool = False
+    """The generation prompt opens the reasoning block, and an empty one in the history has other
+    ids than a model would sample: the self-test's conversation has reasoning in every turn."""
     parallel_calls: bool = True
     """The template takes several calls in one turn."""
     rewrites_turns: bool = False
@@ -79,3 +82,13 @@ class Family:
     proof: Proof = Proof.NOT_RUN
     note: str = ""
     """For people: what the proof does not cover."""
+
+    @property
+    def traits(self) -> dict[str, bool]:
+        """What the self-test must know of the template."""
+        return {
+            "thinking": self.thinking,
+            "opens_reasoning": self.opens_reasoning,
+            "parallel_calls": self.parallel_calls,
+            "rewrites_turns": self.rewrites_turns,
+        }

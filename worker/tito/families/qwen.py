@@ -71,6 +71,7 @@ def _successor(
         reasoning=_THINK,
         markup=_CALL,
         thinking=enable_thinking,
+        opens_reasoning=enable_thinking,
         call_form=CallForm.PARSED,
         models=models,
         proof=proof,
