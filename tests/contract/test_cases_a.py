@@ -61,8 +61,8 @@ LAST = Reply(A2, A2_LOG_PROBS, version=2)
 class FirstCalls:
     """The toy renderer, reading a call of `f` in the first reply whatever its ids are."""
 
-    def __init__(self, first: Sequence[int]) -> None:
-        self._inner, self._first = toy_renderer(), list(first)
+    def __init__(self, first: Sequence[int], opener: Sequence[int] = ()) -> None:
+        self._inner, self._first = toy_renderer(opener=opener), list(first)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -80,10 +80,11 @@ def f() -> str:
 
 
 async def ran(
-    *replies: Reply, generate: Any = multi_turn, prompt: Any = HI, max_new_tokens: int = 64
-) -> tuple[Sample, list[list[int]]]:
+    *replies: Reply, generate: Any = multi_turn, prompt: Any = HI, max_new_tokens: int = 64,
+    opener: Sequence[int] = (),
+) -> tuple[Sample, list[list[int]]]:  # fmt: skip
     """Run a conversation; return the sample and the prompt ids of every request."""
-    renderer = FirstCalls(replies[0].ids)
+    renderer = FirstCalls(replies[0].ids, opener)
     steps = [(200, reply.to_bytes()) for reply in replies]
     async with engine_of("http", *steps) as engine:
         assert isinstance(engine, OverHttp)
@@ -160,6 +161,21 @@ async def test_case_6_an_unusual_end_is_kept_closed_and_told() -> None:
     assert sample.metadata["abnormal_ends"] == 1
     usual, _ = await ran(Reply(A1), LAST)
     assert "abnormal_ends" not in usual.metadata
+
+
+async def test_case_7_the_opener_of_reasoning_stays_in_the_generation_prompts() -> None:
+    opener = [4, 10]
+    sample, requests = await ran(Reply([30, 5, 10, 30, 2]), LAST, opener=opener)
+    prompt = [*P0, *opener]
+    assert requests == [prompt, [*prompt, 30, 5, 10, 30, 2, *O1, *opener]]
+    tokens = sample.tokens.tolist()
+    assert [place for place, number in enumerate(tokens) if number == 4] == [10, 28]
+    assert sample.loss_mask is not None
+    assert [tokens[i] for i in (np.flatnonzero(sample.loss_mask) + len(prompt)).tolist()] == [
+        30, 5, 10, 30, 2, *A2,
+    ]  # fmt: skip
+    text = ",".join(map(str, tokens))
+    assert "4,10,10,5" not in text
 
 
 @pytest.mark.parametrize("generate", [single_turn, multi_turn])
