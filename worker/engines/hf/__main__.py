@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING
 
 from rollstream.errors import ConfigError
 
+from .folder import check_folder, load_decoder
+
 if TYPE_CHECKING:
     from .engine import Batch
     from .server import HfServer
-    from .task import Decoder
 
 NEEDED = ("torch", "transformers", "safetensors", "aiohttp", "tokenizers")
 STOP_S = 5.0
@@ -73,8 +75,6 @@ def build(args: argparse.Namespace) -> tuple[Batch, HfServer]:
     for name, low in (("max_batch", 1), ("context_tokens", 0), ("prefix_cache_mb", 0)):
         if getattr(args, name) < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}")
-    if not args.model.is_dir():
-        raise ConfigError(f"--model {args.model} is not a folder")
     # A folder is read and nothing else: a hub's name would be looked for for a long time.
     os.environ["HF_HUB_OFFLINE"] = "1"
     from .engine import Batch
@@ -89,7 +89,7 @@ def build(args: argparse.Namespace) -> tuple[Batch, HfServer]:
         raise ConfigError(
             f"--context-tokens {context_tokens} exceeds the model's {model.context_tokens}"
         )
-    decoder = _decoder(args.model)
+    decoder = load_decoder(args.model)
     batch = Batch(
         model,
         decoder=decoder,
@@ -102,37 +102,38 @@ def build(args: argparse.Namespace) -> tuple[Batch, HfServer]:
     return batch, HfServer(model, batch, decoder, context_tokens=context_tokens)
 
 
-def _decoder(folder: Path) -> Decoder | None:
-    """Return the tokenizer, or None where there is none: ids need none, stop strings do."""
-    import tokenizers
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address, before the model is loaded; nothing is accepted yet.
 
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
+    Raises:
+        OSError: it is in use.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        decoder: Decoder = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise ConfigError(f"{path}: {error}") from None
-    return decoder
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"{host}:{port}: {error.strerror}") from None
+    return listener
 
 
-async def serve(batch: Batch, server: HfServer, host: str, port: int) -> None:
+async def serve(batch: Batch, server: HfServer, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; requests in flight are then answered as aborted."""
     from aiohttp import web
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(
-        server.app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S
-    )
+    runner = server.runner(STOP_S)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port, backlog=1024)
+        site = web.SockSite(runner, listener, backlog=1024)
         await site.start()
         batch.start()
-        port = runner.addresses[0][1]
-        sys.stdout.write(f"listening on http://{host}:{port}\n")
+        host, port = listener.getsockname()[:2]
+        sys.stdout.write(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}\n")
         sys.stdout.flush()
         await stop.wait()
         await asyncio.to_thread(batch.stop, STOP_S)
@@ -144,8 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 after a signal, 2 where it could not begin."""
     args = parser().parse_args(argv)
     try:
-        batch, server = build(args)
-        asyncio.run(serve(batch, server, args.host, args.port))
+        check_folder(args.model)
+        with bind(args.host, args.port) as listener:
+            batch, server = build(args)
+            asyncio.run(serve(batch, server, listener))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"hf engine: {error}\n")
         return 2

@@ -383,6 +383,7 @@ class Batch:
                     self._store.clear()
             self._model.kv.close(task.place)
             task.place = None
+        task.version = self.version
         if task.finish is not None:
             self.counts[f"finish_{task.finish['type']}"] += 1
         else:

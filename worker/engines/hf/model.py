@@ -7,9 +7,8 @@ change all at once or not at all: a folder that does not fit is refused before a
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,26 +20,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rollstream.errors import ConfigError
 
+from .folder import check_folder, eos_ids, read_json
 from .kv import Kv, LoneKv, SlotKv
 from .task import Experts
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOOSE = 5e-2
 """Of half-precision floats: how far (mean, relative) two ways to the same logits may differ."""
-
-
-def check_folder(path: Path) -> None:
-    """Refuse what is no model folder, in one sentence.
-
-    Raises:
-        ConfigError: no folder, no config.json, or no safetensors.
-    """
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; give the folder of a model in HF's layout")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json; give the folder of a model in HF's layout")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{path} has no *.safetensors; other formats of weights are not read")
 
 
 class Model:
@@ -65,7 +51,7 @@ class Model:
         parameters = inspect.signature(self._net.forward).parameters
         self._cache_word = "cache" if "cache" in parameters else "past_key_values"
         self._keeps = "logits_to_keep" in parameters
-        self.eos_ids = _eos_ids(path, self._net)
+        self.eos_ids = eos_ids(path, self.config.eos_token_id)
         self.vocabulary_size = int(self.config.vocab_size)
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 32768)
         self._routed: list[Any] = []
@@ -282,22 +268,8 @@ def _device(name: str) -> Any:
 def _dtype(name: str, device: Any, path: Path) -> Any:
     """Return the type of the weights; auto is float32 on a CPU, the checkpoint's own elsewhere."""
     if name == "auto":
-        config = json.loads((path / "config.json").read_text())
+        config = read_json(path / "config.json")
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
         if device.type == "cpu" or name not in ("float32", "bfloat16", "float16"):
             name = "float32"
     return getattr(torch, name)
-
-
-def _eos_ids(path: Path, net: Any) -> frozenset[int]:
-    """Return the ids that end a reply, of both files that may name some."""
-    found: set[int] = set()
-    sources: list[Any] = [net.config.get_text_config().eos_token_id]
-    extra = path / "generation_config.json"
-    if extra.is_file():
-        sources.append(json.loads(extra.read_text()).get("eos_token_id"))
-    for ids in sources:
-        for token in ids if isinstance(ids, Sequence) else [ids]:
-            if token is not None:
-                found.add(int(token))
-    return frozenset(found)

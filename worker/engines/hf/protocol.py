@@ -171,14 +171,13 @@ def _experts_start(body: _Body, num_prompt: int, limits: Limits) -> int:
     return start
 
 
-def reply(task: Task, frame: Frame, text: str, version: str, latency_s: float) -> dict[str, Any]:
+def reply(task: Task, frame: Frame, text: str, latency_s: float) -> dict[str, Any]:
     """Return the whole reply of a request that ended.
 
     Args:
         task: with its finish.
         frame: what was asked for.
         text: of its output.
-        version: the engine's label now.
         latency_s: since its arrival.
     """
     num = len(task.output)
@@ -188,8 +187,8 @@ def reply(task: Task, frame: Frame, text: str, version: str, latency_s: float) -
         "prompt_tokens": len(task.prompt),
         "completion_tokens": num,
         "cached_tokens": task.num_cached,
-        "weight_version": version,
-        "weight_versions": version_spans(task.changes, version, num) if num else [],
+        "weight_version": task.version,
+        "weight_versions": version_spans(task.changes, task.version, num) if num else [],
         "e2e_latency": latency_s,
     }
     if frame.return_logprob:

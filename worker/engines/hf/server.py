@@ -40,7 +40,7 @@ class HfServer:
     """The routes of one engine.
 
     Attributes:
-        app: to be served by aiohttp, with `handler_cancellation` (it tells of clients that left).
+        app: the routes; serve them by `runner`.
     """
 
     def __init__(
@@ -70,6 +70,15 @@ class HfServer:
             ]
         )
 
+    def runner(self, shutdown_timeout_s: float) -> web.AppRunner:
+        """Return what serves the routes, told of clients that leave."""
+        return web.AppRunner(
+            self.app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=shutdown_timeout_s,
+        )
+
     # -- generation
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -83,8 +92,7 @@ class HfServer:
         if task.error is not None:
             return _answer({"error": {"message": task.error}}, 500)
         text = task.text(self._decoder)
-        latency_s = time.monotonic() - started_s
-        return _answer(reply(task, frame, text, self._batch.version, latency_s))
+        return _answer(reply(task, frame, text, time.monotonic() - started_s))
 
     async def _run(self, task: Task) -> None:
         """Return once a request has ended; abort it where nobody waits for it any more."""

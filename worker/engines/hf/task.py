@@ -55,6 +55,8 @@ class Task:
     experts: list[Experts] = field(default_factory=list)
     """Rows of consecutive positions from 0, of the forward pass that came first."""
     finish: Finish | None = None
+    version: str = ""
+    """Label of the weights when it ended."""
     error: str | None = None
     """The request failed: HTTP 500."""
 
