@@ -168,10 +168,12 @@ class _Reading:
         """Return the first difference of one call; what follows is written for speed."""
         pieces, at, last = exchange.pieces, self._at, self._last
         count = len(self._proven)
-        if pieces[:count] != self._proven:  # of pieces that are the same objects: pointers only
-            count, at, last = 0, 0, None
+        if pieces[:count] == self._proven:  # of pieces that are the same objects: pointers only
+            new = pieces[count:]
+        else:
+            new, at, last = (*self._behind_proven(pieces), None)
         known, tokens, held = self._known, self._tokens, self._sample.tokens
-        for piece in pieces[count:]:
+        for piece in new:
             ids = known.get(id(piece))
             if ids is not None:
                 size = len(ids)
@@ -204,6 +206,16 @@ class _Reading:
         ):
             return None
         return self._of_reply(call, exchange)
+
+    def _behind_proven(self, pieces: tuple[bytes, ...]) -> tuple[tuple[bytes, ...], int]:
+        """Return what is to be looked at of a request that is cut into other pieces, and where.
+
+        A function that writes each request anew begins it with the same text as the one before.
+        """
+        text, proven = b",".join(pieces), b",".join(self._proven) + b","
+        if text.startswith(proven):
+            return (text[len(proven) :],), self._at
+        return pieces, 0
 
     def _first_of(self, piece: bytes, ids: TokenIds | None, at: int, call: Call) -> Mismatch | None:
         """Return the first difference of one piece; None where only its spelling differs."""

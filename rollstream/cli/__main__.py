@@ -69,6 +69,8 @@ def _dispatch(argv: list[str]) -> int:
         return USAGE
     if args.command == "runs" and args.remove is None and (args.yes or args.force):
         parser.error("--yes and --force belong to runs --remove NAME")
+    if args.command == "doctor" and args.engine and args.logprobs is None:
+        parser.error("--engine belongs to doctor --logprobs N")
     if args.command == "show":
         from rollstream.cli.show import show
 
@@ -116,6 +118,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--config", metavar="FILE", help="also what this rollstream.toml names: engines, rq.url"
+    )
+    doctor.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=_count,
+        help="score N finished samples of the run again, and compare their log-probs",
+    )
+    doctor.add_argument(
+        "--engine", metavar="URL", help="that scores them (else the first of engine.urls)"
     )
     runs = commands.add_parser("runs", parents=[server], help="the runs on a server; remove one")
     runs.add_argument("--remove", metavar="NAME", help="delete every key of that run")

@@ -19,6 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from rollstream import health
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
+from rollstream.cli.logprobs import rescored, table
 from rollstream.cli.reach import no_run, queue_of, reached, url_of
 from rollstream.cli.view import print_json
 from rollstream.errors import ConfigError, RunMismatch
@@ -65,6 +66,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.ca is None and settings is not None and settings.redis.ca is not None:
         args.ca = str(settings.redis.ca)
     report = Report({"redis": shown_url(url)})
+    engine = _scoring_engine(args, settings)
     try:
         with reached(args, url, name) as queue:
             _server(queue, report)
@@ -72,6 +74,10 @@ def doctor(args: argparse.Namespace) -> int:
                 _run(queue, report)
             else:
                 _every_run(args, url, queue, report)
+                name = _only_name(args, report)
+        if engine:
+            with reached(args, url, name) as queue:
+                _log_probs(queue, engine, args.logprobs, report)
     except CommandError as error:
         if error.code == USAGE:
             raise
@@ -95,6 +101,29 @@ def _settings_of(args: argparse.Namespace) -> Settings | None:
         raise CommandError(
             f"--config needs {error.name!r}: pip install 'rollstream[service]'", USAGE
         ) from None
+
+
+def _scoring_engine(args: argparse.Namespace, settings: Settings | None) -> str:
+    """Return the engine that scores samples; empty where none are to be scored."""
+    if args.logprobs is None:
+        return ""
+    urls = settings.engine.urls if settings is not None else ()
+    engine = str(args.engine or (urls[0] if urls else ""))
+    if not engine.startswith(("http://", "https://")):
+        raise CommandError(
+            "--logprobs needs an engine that scores: --engine http://host:port, or engine.urls in "
+            "the file of --config",
+            USAGE,
+        )
+    return engine
+
+
+def _only_name(args: argparse.Namespace, report: Report) -> str:
+    """Return the only run there is, where one is needed."""
+    names = list(report.facts["runs"])
+    if args.logprobs is not None and len(names) != 1:
+        raise CommandError(f"--logprobs needs a run, name one: {', '.join(names) or 'none'}", USAGE)
+    return names[0] if names else ""
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -191,6 +220,24 @@ def _run(queue: BlockingQueue, report: Report) -> None:
         report.findings.append(missing)
 
 
+def _log_probs(queue: BlockingQueue, engine: str, limit: int, report: Report) -> None:
+    """Score finished samples again, and note what the comparison shows."""
+    info = _read_info(queue, report)
+    if info is None:
+        return
+    found = rescored(queue, info, engine, limit)
+    report.facts["logprobs"] = found
+    for problem in found["problems"]:
+        report.problem("logprobs", problem, "the trainer's importance ratios are wrong by as much",
+                       "Compare the engine's flags and weights with the trainer's; "
+                       "docs/tokens.md, \"Watching it\"")  # fmt: skip
+    if not found["compared"] and not found["problems"]:
+        report.note("logprobs", "no position could be compared",
+                    "this says nothing about the log-probs",
+                    "Ask again while samples of the engine's version wait; only temperature 1 is "
+                    "comparable with a prefill")  # fmt: skip
+
+
 def _missing(
     info: RunInfo, depths: dict[str, int], alive: dict[str, list[str]], live: int
 ) -> Iterator[Finding]:
@@ -267,6 +314,8 @@ def _tell(report: Report, args: argparse.Namespace) -> int:
         return PROBLEM if problems else OK
     for name, value in _rows(report.facts):
         print(f"{name:<18} {value}")
+    if "logprobs" in report.facts:
+        print("\n" + "\n".join(table(report.facts["logprobs"])))
     for finding in report.findings:
         print(f"\n{finding.level}: {finding.what}\n  why: {finding.why}\n  do:  {finding.do}")
     print(f"\n{len(problems)} to be mended" if problems else "\nall is well")
@@ -275,6 +324,8 @@ def _tell(report: Report, args: argparse.Namespace) -> int:
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in facts.items():
+        if name == "logprobs":
+            continue  # a table of its own
         if isinstance(value, dict):
             for inner, shown in value.items():
                 yield f"{name} {inner}", shown

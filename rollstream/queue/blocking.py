@@ -231,6 +231,10 @@ class BlockingQueue:
         """Page through what the trainer has not acked, read or not, behind `after_id`."""
         return self._read(reads.pending_ready(self.prefix, after_id, count))
 
+    def newest(self, stream: str, count: int) -> list[StreamEntry]:
+        """Return the newest entries of `full` or `ready`, without taking any."""
+        return self._read(reads.newest(self.prefix, stream, count))
+
     # --- round trips ---------------------------------------------------------------------------
     def _read(self, read: Read[T]) -> T:
         if not read.commands:

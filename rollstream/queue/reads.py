@@ -318,6 +318,15 @@ def pending_ready(prefix: str, after_id: str, count: int) -> Read[list[StreamEnt
     return Read((command,), parse)
 
 
+def newest(prefix: str, stream: str, count: int) -> Read[list[StreamEntry]]:
+    """Look at the newest entries of `full` or `ready`, newest first; nobody takes them by that.
+
+    `ready` keeps an entry until its group is acked, so what the trainer has in hand is there too.
+    """
+    command = ("XREVRANGE", f"{prefix}{stream}", "+", "-", "COUNT", count)
+    return Read((command,), lambda replies: _parse_entries(replies[0]))
+
+
 def _read_group(
     group: str, consumer: str, count: int, block_ms: int, key: str, after: str
 ) -> Command:

@@ -288,6 +288,22 @@ async def test_what_was_sent_is_the_bytes_and_not_what_the_function_held() -> No
     assert fidelity.counters.mismatches[Kind.PREFIX] == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "kind"), [(5, Kind.PREFIX), (17, Kind.PREFIX), (24, Kind.SAMPLED)]
+)
+async def test_requests_that_are_written_anew_each_time_are_checked_from_end_to_end(
+    place: int, kind: Kind
+) -> None:
+    async def generate(given: GenerateInput) -> GenerateOutput:
+        output = await through_merge(given)
+        leaves_of(output.samples)[0].tokens[place] += 1
+        return output
+
+    ending, fidelity = await ran(generate)
+    assert f"at token {place} of call" in ending.error
+    assert fidelity.counters.mismatches[kind] == 1
+
+
 async def test_one_wrong_leaf_fails_the_whole_member_and_is_named() -> None:
     async def generate(given: GenerateInput) -> GenerateOutput:
         output = await two_leaves(given)
