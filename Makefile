@@ -6,8 +6,11 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 VOCAB  := .cache/qwen3/tokenizer.json
 ARGS   ?=
+# Options for pip where PyTorch is installed, e.g. an index of builds without CUDA.
+HF_PIP ?=
+HF_TESTS := $(shell grep -rl --include='test_*.py' '^need_torch()' tests)
 
-.PHONY: demo test check bench setup lock clean ops-test
+.PHONY: demo test check bench setup lock clean ops-test hf hf-test
 .DEFAULT_GOAL := demo
 
 setup: $(VENV)/.stamp $(VOCAB)
@@ -24,6 +27,14 @@ $(VENV)/.stamp: requirements.lock pyproject.toml
 $(VOCAB): examples/vocabulary.py | $(VENV)/.stamp
 	@$(PY) -W ignore -m examples.vocabulary $(dir $@) >/dev/null 2>&1 \
 	  || $(PY) -m examples.vocabulary $(dir $@)
+
+# Apart from the lock: PyTorch is several GB, and only the hf engine needs it.
+$(VENV)/.hf-stamp: requirements-hf.txt $(VENV)/.stamp
+	@echo "installing PyTorch into $(VENV) (once) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-input $(HF_PIP) -r requirements-hf.txt
+	@touch $@
+
+hf: setup $(VENV)/.hf-stamp  ## what python -m worker.engines.hf needs
 
 demo: setup            ## a whole run on this machine, with a summary at the end
 	@$(PY) -m examples.demo $(ARGS)
@@ -43,12 +54,15 @@ bench: setup           ## the budgets of docs/benchmarks.md
 	@$(PY) -m benchmarks.pipeline --json
 	@$(PY) -m benchmarks.queue --json
 
+hf-test: hf            ## the tests that need PyTorch: a real model, token by token
+	@ROLLSTREAM_REQUIRE_HF=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(HF_TESTS) $(ARGS)
+
 ops-test: setup        ## checks that need Debian or npm tools
 	@$(PY) -m pytest -q -m slow tests/ops $(ARGS)
 
 lock: setup            ## resolve the pinned lock again
 	@$(PY) -m pip install --quiet uv
-	@$(VENV)/bin/uv pip compile pyproject.toml --all-extras --group dev --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements.lock
+	@$(VENV)/bin/uv pip compile pyproject.toml --extra cli --extra service --group dev --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements.lock
 	@$(VENV)/bin/uv pip compile pyproject.toml --extra service --extra cli --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --upgrade -o ops/requirements.lock
 
 clean:
