@@ -10,6 +10,7 @@ Axes: L all tokens of the trajectory, R = response_length (everything after the 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -60,6 +61,19 @@ class SpecInfo:
         self.spec_verify_ct += other.spec_verify_ct
         self.completion_token_num += other.completion_token_num
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, num_sampled: int = 0) -> SpecInfo:
+        """Build it from counters under an engine's old or new names; other keys are ignored.
+
+        `num_sampled` counts where the data does not say how many tokens were sampled.
+        """
+        return cls(
+            _counter(data, "spec_num_correct_drafts", "spec_accept_token_num"),
+            _counter(data, "spec_num_proposed_drafts", "spec_draft_token_num"),
+            _counter(data, "spec_verify_ct"),
+            _counter(data, "completion_token_num", "completion_tokens") or num_sampled,
+        )
+
 
 @dataclass(slots=True)
 class PrefixCacheInfo:
@@ -77,6 +91,18 @@ class PrefixCacheInfo:
         """Add the counters of another call or turn."""
         self.cached_tokens += other.cached_tokens
         self.total_prompt_tokens += other.total_prompt_tokens
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PrefixCacheInfo:
+        """Build it from counters under our names or an engine's; other keys are ignored."""
+        return cls(
+            _counter(data, "cached_tokens"),
+            _counter(data, "total_prompt_tokens", "prompt_tokens"),
+        )
+
+
+def _counter(data: Mapping[str, Any], *names: str) -> int:
+    return next((int(data[name]) for name in names if data.get(name) is not None), 0)
 
 
 def _ratio(part: int, whole: int) -> float:
@@ -257,9 +283,10 @@ class Sample:
             if values is not None and len(values) != length:
                 raise self._broken(f"{name} has {len(values)} entries, response_length is {length}")
         experts = self.rollout_routed_experts
-        if experts is not None and len(experts) != num_tokens - 1:
+        num_rows = max(0, num_tokens - 1)
+        if experts is not None and len(experts) != num_rows:
             raise self._broken(
-                f"rollout_routed_experts has {len(experts)} rows, expected {num_tokens - 1}"
+                f"rollout_routed_experts has {len(experts)} rows, expected {num_rows}"
             )
         if self.calls:
             self._validate_provenance(num_tokens)
@@ -319,8 +346,8 @@ class Sample:
         if known.get("stop_reason") is not None:
             known["stop_reason"] = StopReason(known["stop_reason"])
         known["calls"] = [Call.from_dict(call) for call in known.get("calls", ())]
-        known["spec_info"] = SpecInfo(**known.get("spec_info") or {})
-        known["prefix_cache_info"] = PrefixCacheInfo(**known.get("prefix_cache_info") or {})
+        known["spec_info"] = SpecInfo.from_dict(known.get("spec_info") or {})
+        known["prefix_cache_info"] = PrefixCacheInfo.from_dict(known.get("prefix_cache_info") or {})
         known["spans"] = [Span(**span) for span in known.get("spans", ())]
         extra = {k: v for k, v in data.items() if k not in _SAMPLE_FIELD_SET}
         return cls(**known, extra=extra)

@@ -1,4 +1,4 @@
-"""Conformance sections 3 to 5: merging turns, on ids, masks, log-probs, status and metadata.
+"""Conformance sections 3 to 6: merging turns, on ids, masks, log-probs, status and replay data.
 
 The numbers in the names are the cases'. Where the reference system asserts, the merge here raises
 a typed fault that says where; the names say so.
@@ -7,6 +7,7 @@ a typed fault that says where; the names say so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rollstream.errors import EngineFault, MergeFault, Status, StopReason
 from rollstream.sample import LogProbs, LossMask, PrefixCacheInfo, Sample
 from worker.tito.ids import as_ids
 from worker.tito.merge import TurnRecord, fold_samples, merge_samples, merge_turns
-from worker.types import Finish
+from worker.types import Finish, Replay
 
 
 def _f32(values: Sequence[float]) -> list[float]:
@@ -83,14 +84,44 @@ def test_37_pair_without_masks_and_log_probs_counts_as_sampled_with_zeros() -> N
     assert _plain(merged.rollout_log_probs) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("merge", [lambda *pair: merge_samples(*pair, _decode),
-                                   lambda *pair: fold_samples(pair, _decode)])  # fmt: skip
-def test_39_replay_data_on_one_side_is_a_fault_for_a_pair_and_for_a_fold(merge: Any) -> None:
-    # Replay data has rules of its own; until they are here no merge loses it.
-    replay = _sample([1, 2], 1, rollout_routed_experts=np.zeros((1, 2, 2), np.int32))
-    with pytest.raises(MergeFault, match="rollout_routed_experts cannot be merged") as caught:
-        merge(replay, _sample([1, 2, 20, 3], 1))
-    assert caught.value.detail == "unsupported"
+def _rows(count: int, first: int = 0, layers: int = 2, top_k: int = 2) -> Any:
+    """Return rows of which each says in every value what position it is of."""
+    rows = np.zeros((count, layers, top_k), np.int32)
+    return rows + np.arange(first, first + count, dtype=np.int32).reshape(-1, 1, 1)
+
+
+def test_39_a_pair_of_which_the_second_lacks_replay_data_is_a_fault() -> None:
+    replay = _sample([1, 2], 1, rollout_routed_experts=_rows(1))
+    with pytest.raises(MergeFault, match="first sample has rollout_routed_experts") as caught:
+        merge_samples(replay, _sample([1, 2, 20, 3], 1), _decode)
+    assert caught.value.detail == "replay"
+
+
+def test_39_a_fold_stops_before_the_sample_that_lacks_replay_data() -> None:
+    a = _sample([1, 2], 1, rollout_routed_experts=_rows(1))
+    b = _sample([1, 2, 20, 3], 1)
+    assert fold_samples([a, b], _decode) is a
+    c = _sample([1, 2, 20, 3], 1, rollout_routed_experts=_rows(3))
+    d = _sample([1, 2, 20, 3, 4], 1)
+    folded = fold_samples([a, c, d, d], _decode)
+    assert folded.tokens.tolist() == [1, 2, 20, 3]
+    assert _same_rows(folded.rollout_routed_experts, _rows(3))
+
+
+@pytest.mark.parametrize("name", ["rollout_routed_experts", "rollout_indexer_topk"])
+def test_24_41_replay_data_of_the_result_is_the_second_samples(name: str) -> None:
+    a = _sample([1, 2], 1, **{name: _rows(1, first=90)})
+    b = _sample([1, 2, 20, 3], 1, **{name: _rows(3)})
+    for first in (a, _sample([1, 2], 1)):
+        assert _same_rows(getattr(merge_samples(first, b, _decode), name), _rows(3))
+    narrow = _sample([1, 2], 1, **{name: _rows(1, top_k=1)})
+    with pytest.raises(MergeFault, match=r"differ in the \(layers, top_k\)") as caught:
+        merge_samples(narrow, b, _decode)
+    assert caught.value.detail == "replay"
+
+
+def _same_rows(got: Any, expected: Any) -> bool:
+    return got is not None and got.dtype == expected.dtype and np.array_equal(got, expected)
 
 
 @pytest.mark.parametrize("status", [s for s in Status if s is not Status.COMPLETED])
@@ -106,6 +137,60 @@ def test_41_fold_of_one_is_the_same_object() -> None:
     assert fold_samples([A36], _decode) is A36
     with pytest.raises(ValueError, match="no samples"):
         fold_samples([], _decode)
+
+
+PER_TOKEN = ("teacher_log_probs", "opd_reverse_kl")
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_42_per_token_field_of_a_pair_has_zeros_where_nothing_was_sampled(name: str) -> None:
+    def pair(first: Any, second: Any) -> Sample:
+        a = _sample([1, 2, 3], 2, **{name: first})
+        b = _sample([1, 2, 3, 20, 21, 4, 5], 2, **{name: second})
+        return merge_samples(a, b, _decode)
+
+    one, two = np.array([-1, -1.1], np.float32), np.array([-1.2, -1.3], np.float32)
+    merged = getattr(pair(one, two), name)
+    assert merged.dtype == np.float32
+    assert _plain(merged) == _f32([-1, -1.1, 0, 0, -1.2, -1.3])
+    assert getattr(pair(None, None), name) is None
+    for first, second, said in [
+        (one, two[:1], f"turn 1 has 1 {name} for 2 ids"), (one, None, f"turn 1 has no {name}"),
+        (None, two, f"turn 0 has no {name}"),
+    ]:  # fmt: skip
+        with pytest.raises(MergeFault, match=said) as caught:  # the reference asserts
+            pair(first, second)
+        assert caught.value.detail == "per_token"
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_42_per_token_field_of_records_has_zeros_where_nothing_was_sampled(name: str) -> None:
+    def records(first: Any, second: Any) -> list[TurnRecord]:
+        return [
+            _record([1], [2, 3], per_token={} if first is None else {name: np.array(first)}),
+            _record([1, 2, 3, 20, 21], [4, 5], per_token={name: np.array(second)}),
+        ]
+
+    merged = getattr(_merged(*records([-1, -1.1], [-1.2, -1.3])), name)
+    assert _plain(merged) == _f32([-1, -1.1, 0, 0, -1.2, -1.3])
+    assert getattr(_merged(_record([1], [2])), name) is None
+    for wrong, said in [
+        (records([-1, -1.1], [-1.2]), f"turn 1 has 1 {name} for 2 ids"),
+        (records(None, [-1.2, -1.3]), f"turn 0 has no {name}"),
+    ]:
+        with pytest.raises(MergeFault, match=said) as caught:
+            merge_turns(wrong)
+        assert caught.value.detail == "per_token"
+
+
+def test_42_a_turn_that_sampled_nothing_needs_no_per_token_field_and_unknown_ones_are_refused() -> (
+    None
+):
+    given = {"teacher_log_probs": np.array([-1.0], np.float32)}
+    sample = _merged(_record([1], []), _record([1], [2], per_token=given))
+    assert _plain(sample.teacher_log_probs) == [-1.0]
+    with pytest.raises(ValueError, match="unknown per-token field 'teachr'; known: teacher_log"):
+        _merged(_record([1], [2], per_token={"teachr": np.array([1.0])}))
 
 
 def test_44_prefix_cache_counters_are_summed() -> None:
@@ -136,14 +221,14 @@ def test_45_differing_metadata_is_a_typed_fault_instead_of_an_assertion() -> Non
     assert caught.value.detail == "metadata"
 
 
-def test_fold_refuses_samples_of_different_members_and_replay_data() -> None:
+def test_fold_refuses_samples_of_different_members_and_images() -> None:
     a, b = _sample([1, 2], 1, index=4), _sample([1, 2, 3], 1, index=5)
     with pytest.raises(MergeFault, match="differ in index: 4") as caught:
         merge_samples(a, b, _decode)
     assert caught.value.detail == "field"
-    replay = _sample([1, 2], 1, rollout_routed_experts=np.zeros((1, 2, 2), np.int32))
-    with pytest.raises(MergeFault, match="rollout_routed_experts cannot be merged"):
-        merge_samples(replay, _sample([1, 2, 3], 1), _decode)
+    image = _sample([1, 2], 1, multimodal_inputs={"image": b""})
+    with pytest.raises(MergeFault, match="multimodal_inputs cannot be merged"):
+        merge_samples(image, _sample([1, 2, 3], 1), _decode)
 
 
 def test_fold_keeps_what_one_side_alone_says_and_never_trains_a_removed_part() -> None:
@@ -350,3 +435,129 @@ def test_turns_behind_one_that_was_not_completed_are_left_out() -> None:
     assert merged.sample.tokens.tolist() == [1, 2, 3, 10, 11]
     assert merged.sample.stop_reason is StopReason.TURN_LENGTH
     assert merged.left_out == 1
+
+
+# --- 5, 6. replay ---------------------------------------------------------------------------------
+def _with_rows(record: TurnRecord, start: int, layers: int = 3, top_k: int = 2) -> TurnRecord:
+    assert record.prompt_ids is not None
+    fed = len(record.prompt_ids) + len(record.output_ids) - 1
+    record.routed_experts = Replay(start, _rows(fed - start, start, layers, top_k))
+    return record
+
+
+def _session_with_rows(second_start: int) -> list[TurnRecord]:
+    first, second = (replace(turn) for turn in SESSION)
+    return [_with_rows(first, 0), _with_rows(second, second_start)]
+
+
+@pytest.mark.parametrize("second_start", [0, 4])
+@pytest.mark.parametrize("max_seq_len", [None, 9, 100])
+def test_57_replay_rows_are_as_many_as_tokens_less_one(
+    second_start: int, max_seq_len: int | None
+) -> None:
+    sample = merge_turns(_session_with_rows(second_start), max_seq_len=max_seq_len).sample
+    assert sample is not None
+    assert _same_rows(sample.rollout_routed_experts, _rows(8, layers=3))
+
+
+@pytest.mark.parametrize("second_start", [0, 4])
+def test_59_replay_rows_are_cut_with_the_turns(second_start: int) -> None:
+    sample = merge_turns(_session_with_rows(second_start), max_seq_len=5).sample
+    assert sample is not None
+    assert len(sample.tokens) == 5
+    assert _same_rows(sample.rollout_routed_experts, _rows(4, layers=3))
+    assert sample.status is Status.COMPLETED
+
+
+def _records_of_8_tokens(first: Any, second: Any) -> list[TurnRecord]:
+    """Return two records of 5 and 8 tokens: rows 0-3 are the first's, 4-6 the second's."""
+    return [
+        _record([1, 2, 3], [4, 5], routed_experts=first),
+        _record([1, 2, 3, 4, 5, 6], [7, 8], routed_experts=second),
+    ]
+
+
+def test_62_two_patches_are_exactly_the_whole() -> None:
+    records = _records_of_8_tokens(Replay(0, _rows(4)), Replay(4, _rows(3, 4)))
+    assert _same_rows(_merged(*records).rollout_routed_experts, _rows(7))
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        (_records_of_8_tokens(Replay(0, _rows(4)), Replay(3, _rows(4))),
+         "record 2 starts at row 3; expected 4"),
+        ([_record([1, 2, 3], [4, 5, 6], routed_experts=Replay(0, _rows(5))),
+          _record([1, 2, 3, 4, 5, 6], [7], routed_experts=Replay(4, _rows(2)))],
+         "record 2 starts at row 4; expected 5"),
+        (_records_of_8_tokens(Replay(0, _rows(4)), Replay(5, _rows(2))),
+         "record 2 starts at row 5; expected 4"),
+        (_records_of_8_tokens(Replay(1, _rows(3)), Replay(4, _rows(3))),
+         "record 1 starts at row 1; expected 0"),
+        (_records_of_8_tokens(Replay(0, _rows(3)), Replay(4, _rows(3))),
+         "record 1 has 3 rows from row 0; its prompt and reply fed 4 tokens"),
+        (_records_of_8_tokens(Replay(0, _rows(4)), Replay(4, _rows(3, top_k=3))),
+         r"record 2 has \(layers, top_k\) \(2, 3\); the records before it have \(2, 2\)"),
+        (_records_of_8_tokens(Replay(0, np.zeros((4, 4), np.int32)), None),
+         r"record 1 is int32 of shape \(4, 4\)"),
+    ],
+)  # fmt: skip
+def test_63_68_patches_that_do_not_join_are_a_recorded_fault_with_the_references_words(
+    records: list[TurnRecord], said: str
+) -> None:
+    with pytest.raises(MergeFault, match=said) as caught:
+        merge_turns(records)
+    assert caught.value.detail == "replay"
+
+
+def test_65_a_merge_stops_before_the_record_that_has_no_payload_and_says_which() -> None:
+    merged = merge_turns(_records_of_8_tokens(Replay(0, _rows(4)), None))
+    assert merged.gap == "record 2 has no routed_experts payload for its 3 rows"
+    assert (merged.num_turns, merged.left_out) == (1, 1)
+    assert merged.sample is not None
+    assert merged.sample.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert _same_rows(merged.sample.rollout_routed_experts, _rows(4))
+    none = merge_turns(_records_of_8_tokens(None, Replay(4, _rows(3, 4))))
+    assert (none.sample, none.empty_reason) == (None, "replay_gap")
+    assert none.gap == "record 1 has no routed_experts payload for its 4 rows"
+
+
+def test_65_rows_that_a_later_record_brings_are_no_gap() -> None:
+    sample = _merged(*_records_of_8_tokens(None, Replay(0, _rows(7))))
+    assert _same_rows(sample.rollout_routed_experts, _rows(7))
+
+
+def test_66_without_any_payload_there_is_no_replay_data() -> None:
+    assert _merged(*_records_of_8_tokens(None, None)).rollout_routed_experts is None
+
+
+def test_67_an_empty_payload_is_an_empty_array() -> None:
+    sample = _merged(_record([1], [], routed_experts=Replay(0, np.empty((0, 2, 0), np.int32))))
+    rows = sample.rollout_routed_experts
+    assert rows is not None
+    assert (rows.shape, rows.dtype) == ((0, 2, 0), np.dtype(np.int32))
+
+
+def test_rows_behind_an_aborted_call_that_brought_none_are_marked() -> None:
+    aborted = _record([1, 2, 3, 4, 5, 6], [7, 8], finish="abort")
+    first = _records_of_8_tokens(Replay(0, _rows(4)), None)[0]
+    rows = _merged(first, aborted).rollout_routed_experts
+    assert rows is not None
+    assert _same_rows(rows[:4], _rows(4))
+    assert (rows[4:] == -1).all()
+    assert len(rows) == 7
+
+
+@pytest.mark.parametrize("second_start", [3, 4])
+def test_rows_of_a_trimmed_id_are_not_those_of_the_id_in_its_place(second_start: int) -> None:
+    # Turn 0 sampled [4, 2]; the session holds [4] and goes on with 9: row 4 is 9's, not 2's.
+    records = [
+        _record([1, 2, 3], [4, 2], routed_experts=Replay(0, _rows(4, 100))),
+        _record([1, 2, 3, 4, 9], [7], routed_experts=Replay(second_start, _rows(5 - second_start))),
+    ]
+    held = as_ids([1, 2, 3, 4, 9, 7])
+    sample = merge_turns(records, accumulated=held, max_trim=1).sample
+    assert sample is not None
+    assert sample.rollout_routed_experts is not None
+    expected = [*range(100, 100 + second_start), *range(5 - second_start)]
+    assert sample.rollout_routed_experts[:, 0, 0].tolist() == expected

@@ -59,9 +59,9 @@ class LinearRollout:
         """Whether an earlier attempt left tokens that this one goes on from."""
         stop_ids = given.renderer.stop_token_ids
         self.trajectory = (
-            Trajectory.from_sample(pending, stop_ids, given.prompt)
+            Trajectory.from_sample(pending, stop_ids, given.prompt, given.replay)
             if self.is_resumed
-            else Trajectory(given.prompt, stop_ids)
+            else Trajectory(given.prompt, stop_ids, given.replay)
         )
         calls = self.trajectory.calls
         if self.trajectory.num_tokens == 0:

@@ -72,8 +72,12 @@ def first_difference(expected: TokenIds, got: TokenIds) -> int:
 
 
 def same_memory(a: TokenIds, b: TokenIds) -> bool:
-    """Return whether two contiguous arrays begin at one address."""
-    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+    """Return whether two arrays are views of the same ids from the same one on."""
+    return (
+        a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
+        and a.strides == b.strides
+        and a.dtype == b.dtype
+    )
 
 
 _FIRST_BLOCK = 1024

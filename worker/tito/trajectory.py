@@ -3,7 +3,8 @@
 Owns the chunks of ids and log-probs, the JSON of the next request, and the calls that prove where
 every token came from. Never tokenizes, never changes or drops an id.
 Invariant: append-only. `tokens[:call.start]` is exactly the prompt of that call, and an id is
-stored once as int32, written as JSON once, and copied once more: into the finished sample.
+stored once as int32, written as JSON once, and copied once more: into the finished sample. Rows of
+routed experts are asked for once, kept as they came, and copied once into one array.
 
 Axes: L all tokens, R everything after the first prompt, C sampled tokens of one reply.
 """
@@ -17,7 +18,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from rollstream.errors import ContractError
+from rollstream.errors import ContractError, MergeFault
 from rollstream.sample import (
     UNKNOWN_VERSION,
     Call,
@@ -30,8 +31,10 @@ from rollstream.sample import (
     empty_ids,
 )
 
-from ..types import Completion, PromptIds, RequestIds
+from ..types import Completion, Finish, PromptIds, RequestIds
 from .ids import ids_json, prompt_ids
+from .replay import ReplayRows
+from .turns import PER_TOKEN, REPLAY, versions_of
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -99,15 +102,19 @@ class Trajectory:
 
     __slots__ = (
         "_cache", "_calls", "_chunks", "_logprob_mode", "_num_tokens", "_num_turns", "_open",
-        "_pieces", "_prompt", "_spec", "_stop_ids",
+        "_pieces", "_prompt", "_rows", "_spec", "_stop_ids",
     )  # fmt: skip
 
-    def __init__(self, prompt: PromptIds, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, prompt: PromptIds, stop_token_ids: Sequence[int], replay: bool = False
+    ) -> None:
         """Begin with a rendered prompt, whose arrays and JSON are shared, not copied.
 
         Args:
             prompt: of the group.
             stop_token_ids: ids that end a turn; `window` is cut at them.
+            replay: ask for routed experts, from the first row that is not there yet, and keep what
+                replies bring.
         """
         self._prompt = prompt
         self._stop_ids = tuple(stop_token_ids)
@@ -120,21 +127,28 @@ class Trajectory:
         """How many of the last chunks are the current turn's reply (more than one if resumed)."""
         self._spec, self._cache = SpecInfo(), PrefixCacheInfo()
         self._logprob_mode = "temperature"
+        self._rows = {name: ReplayRows(of) for name, of in REPLAY.items()} if replay else None
 
     @classmethod
     def from_sample(
-        cls, sample: Sample, stop_token_ids: Sequence[int], prompt: PromptIds | None = None
+        cls,
+        sample: Sample,
+        stop_token_ids: Sequence[int],
+        prompt: PromptIds | None = None,
+        replay: bool = False,
     ) -> Trajectory:
         """Continue a sample that was aborted or parked; `sample` itself is left alone.
 
         Every position that a call covers stays sampled, with its log-prob and its mask. A record
         without calls (of another system) gets one call per run of trained tokens, of unknown
         version and engine, if it has log-probs; without them its response counts as observed.
+        Rows of routed experts that it lacks are asked for with the next call.
 
         Args:
             sample: its `tokens` begin with the prompt.
             stop_token_ids: as for the constructor.
             prompt: the group's, so that its members share it; must be the sample's own prompt.
+            replay: as for the constructor.
 
         Raises:
             ContractError: the sample breaks its invariant, or `prompt` is another prompt.
@@ -148,7 +162,7 @@ class Trajectory:
                 f"sample {sample.group_index}:{sample.member} has a prompt of {len(own)} ids that "
                 f"is not the group's ({len(prompt.ids)} ids)"
             )
-        held = cls(prompt, stop_token_ids)
+        held = cls(prompt, stop_token_ids, replay)
         held._logprob_mode = sample.logprob_mode
         held._spec.add(sample.spec_info)
         held._cache.add(sample.prefix_cache_info)
@@ -161,6 +175,7 @@ class Trajectory:
             at = call.end
         if at < len(sample.tokens):
             held.add_observation(sample.tokens[at:])
+        held._resume_rows(sample)
         return held
 
     @property
@@ -195,7 +210,8 @@ class Trajectory:
 
     def request(self) -> RequestIds:
         """Return the ids of the next request: the JSON of every chunk, none encoded again."""
-        return RequestIds(pieces=tuple(self._pieces), num_tokens=self._num_tokens)
+        start = None if self._rows is None else self._rows["rollout_routed_experts"].known
+        return RequestIds(tuple(self._pieces), self._num_tokens, start)
 
     def add_completion(
         self,
@@ -217,6 +233,7 @@ class Trajectory:
 
         Raises:
             ContractError: ids and log-probs of different lengths.
+            MergeFault: `replay`: rows that do not join those that are there.
         """
         count = len(completion.ids)
         if len(completion.log_probs) != count:
@@ -224,13 +241,17 @@ class Trajectory:
                 f"call {completion.rid}: {count} ids and {len(completion.log_probs)} log-probs"
             )
         start = self._num_tokens
+        self._add_rows(completion)
         call = Call(
             rid=completion.rid,
             engine=completion.engine,
             start=start,
             end=start + count,
             finish=completion.finish.value,
-            versions=_versions(completion, start, dispatched_version, current_version),
+            versions=[
+                (version, start + a, start + b)
+                for version, a, b in versions_of(completion, dispatched_version, current_version)
+            ],
             dispatched_version=dispatched_version,
             logprob_mode=completion.logprob_mode,
             sampling=sampling,
@@ -301,6 +322,9 @@ class Trajectory:
     ) -> Sample:
         """Fill `sample` with the tokens and their provenance, validate and return it.
 
+        Per-token fields and replay rows that `sample` had of fewer tokens are taken away: they were
+        of what it was, and what made them makes them again.
+
         Args:
             sample: gets new arrays; its status, reward and metadata stay.
             decode: gives the response text from the response's ids.
@@ -308,9 +332,12 @@ class Trajectory:
 
         Raises:
             ContractError: the invariant of `Sample.validate` is broken.
+            MergeFault: `replay`: a reply brought no rows, though others did.
         """
         length = self.response_length
-        sample.tokens = np.concatenate([self._prompt.ids, *(c.ids for c in self._chunks)])
+        tokens = np.concatenate([self._prompt.ids, *(c.ids for c in self._chunks)])
+        self._write_rows(sample, tokens)
+        sample.tokens = tokens
         sample.response_length = length
         sample.loss_mask = np.zeros(length, dtype=np.uint8)
         sample.rollout_log_probs = np.zeros(length, dtype=np.float32)
@@ -333,6 +360,38 @@ class Trajectory:
             sample.response = decode(sample.tokens[len(sample.tokens) - length :])
         sample.validate()
         return sample
+
+    def _add_rows(self, completion: Completion) -> None:
+        if self._rows is None:
+            return
+        aborted = completion.finish is Finish.ABORT
+        for name, rows in self._rows.items():
+            given = getattr(completion, REPLAY[name])
+            try:
+                rows.add(given, self._num_tokens, len(completion.ids), aborted=aborted)
+            except ValueError as error:
+                raise MergeFault(f"call {completion.rid}: {error}", detail="replay") from None
+
+    def _write_rows(self, sample: Sample, tokens: TokenIds) -> None:
+        if not np.array_equal(sample.tokens, tokens):
+            for name in (*PER_TOKEN, *REPLAY):
+                setattr(sample, name, None)
+        if self._rows is None:
+            return
+        for name, rows in self._rows.items():
+            try:
+                setattr(sample, name, rows.joined(max(0, len(tokens) - 1)))
+            except ValueError as error:
+                raise MergeFault(str(error), detail="replay") from None
+
+    def _resume_rows(self, sample: Sample) -> None:
+        """Go on from the rows that a parked sample has; what it lacks is asked for next."""
+        if self._rows is None:
+            return
+        for name, rows in self._rows.items():
+            held = getattr(sample, name)
+            if held is not None:
+                rows.resume(held)
 
     def _resume(self, call: Call, sample: Sample) -> None:
         offset = sample.prompt_length
@@ -378,19 +437,6 @@ def _last_of(ids: TokenIds, wanted: Sequence[int]) -> int:
             return start + int(found[-1])
         end, block = start, block * 8
     return -1
-
-
-def _versions(
-    completion: Completion, start: int, dispatched: int, current: int | None
-) -> list[tuple[int, int, int]]:
-    end = start + len(completion.ids)
-    reported = completion.versions
-    if reported and all(version != UNKNOWN_VERSION for version, _, _ in reported):
-        return [(version, start + a, start + b) for version, a, b in reported]
-    spans = [(dispatched, start, end)]
-    if current is not None and current != dispatched:
-        spans.append((current, end, end))
-    return spans
 
 
 def _calls_of_mask(sample: Sample) -> list[Call]:

@@ -14,6 +14,7 @@ from rollstream.errors import ContractError, MergeFault
 from rollstream.sample import Sample
 from tests.builders import a_sample
 from tests.toy import a_completion, array
+from worker.tito import ids
 from worker.tito.ids import prompt_ids
 from worker.tito.merge import Merged, TurnRecord, fold_samples, merge_turns
 from worker.tito.trajectory import Trajectory
@@ -229,17 +230,14 @@ def test_merge_leaves_the_template_alone_and_shares_no_container_with_it() -> No
 
 
 def test_merge_compares_shared_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker.tito import merge
-
     compared: list[int] = []
-    original = merge._first_difference
+    original = ids._compare
 
-    def counted(expected: np.ndarray, got: np.ndarray) -> int:
-        if not merge._same_memory(expected, got):
-            compared.append(len(expected))
-        return original(expected, got)
+    def counted(a: np.ndarray, b: np.ndarray) -> Any:
+        compared.append(len(a))
+        return original(a, b)
 
-    monkeypatch.setattr(merge, "_first_difference", counted)
+    monkeypatch.setattr(ids, "_compare", counted)
     for turns in (16, 64):
         compared.clear()
         memory = np.arange(turns * 10, dtype=np.int32)

@@ -1,0 +1,159 @@
+"""Recorded turns: for generate functions whose client renders every request itself.
+
+Owns one recorded call, and the way from records to what a generate function returns. Never decides
+what the next request holds. Invariant: what is returned says of every sampled token which call
+sampled it, after exactly the ids that call was sent; a history that was rewritten between two turns
+is counted in `metadata["divergences"]` and treated as `worker.on_divergence` says.
+
+Example:
+    >>> turns: list[TurnRecord] = []
+    >>> while (turn := await record_call(given, turns, prompt_ids)) is not None:
+    ...     prompt_ids = the_clients_next_request(turn.output_ids)
+    >>> return await merge_records(given, turns)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rollstream.errors import STATUS_OF, StopReason
+from rollstream.sample import Sample, empty_ids
+
+from ..offload import decode
+from ..telemetry.spans import timed
+from ..tito.divergence import METADATA_KEY, Resolved, resolve
+from ..tito.ids import as_ids, first_difference, ids_json
+from ..tito.turns import TurnRecord
+from ..types import Finish, GenerateInput, GenerateOutput, RequestIds
+from .budget import effective, room_left
+
+_EMPTY = {
+    "no_records": StopReason.NO_MODEL_CALL,
+    "all_truncated": StopReason.CONTEXT_LENGTH,
+    "replay_gap": StopReason.MERGE_ERROR,
+}
+
+
+async def record_call(
+    given: GenerateInput,
+    turns: list[TurnRecord],
+    prompt_ids: Sequence[int] | npt.NDArray[np.integer],
+) -> TurnRecord | None:
+    """Call the engine with `prompt_ids` and append the record of its reply to `turns`.
+
+    Args:
+        given: as the generate function got it.
+        turns: the calls so far; the next one's seed and cache salt come from them.
+        prompt_ids: all that the engine is to see. Extend the ids of the turn before where you can:
+            ids that are rendered anew are another history as soon as one of them differs.
+
+    Returns:
+        The record; None, without a call, where the context has no room for a token.
+
+    Raises:
+        EngineFault: no engine answered sensibly.
+    """
+    ids = as_ids(prompt_ids)
+    room = room_left(given.limits, given.sampling, held=len(ids), response=0)
+    if room.tokens <= 0:
+        return None
+    turn, version = len(turns), given.version()
+    sampling = effective(given.sampling, room, given.turn_seed(turn))
+    sample = given.sample
+    with timed(given.spans, "generate", turn):
+        completion = await given.engine.generate(
+            RequestIds((ids_json(ids),), len(ids), _replay_start(given, turns, ids)),
+            sampling,
+            routing_key=sample.routing_key or f"g{sample.group_index}",
+            version=version,
+            deadline_s=max(given.deadline - time.monotonic(), 0.001),
+            salt=turns[0].dispatched_version if turns else version,
+        )
+    record = TurnRecord.of(
+        ids,
+        completion,
+        dispatched_version=version,
+        current_version=given.version(),
+        sampling=sampling.to_dict(),
+    )
+    turns.append(record)
+    return record
+
+
+def _replay_start(
+    given: GenerateInput, turns: Sequence[TurnRecord], ids: npt.NDArray[np.int32]
+) -> int | None:
+    """Return from which row the engine is asked: what the turn before fed is known already."""
+    if not given.replay:
+        return None
+    before = turns[-1] if turns else None
+    if before is None or before.prompt_ids is None or before.routed_experts is None:
+        return 0
+    held = np.concatenate([as_ids(before.prompt_ids), as_ids(before.output_ids)])
+    return len(held) - 1 if first_difference(held, ids) < 0 else 0
+
+
+async def merge_records(given: GenerateInput, turns: Sequence[TurnRecord]) -> GenerateOutput:
+    """Return the trajectory that recorded turns make, by `given.limits.on_divergence`.
+
+    Args:
+        given: as the generate function got it; its sample gives every field that turns do not.
+        turns: in the order of their calls.
+
+    Raises:
+        MergeFault: history was rewritten and the policy is `reject`, or records that contradict
+            themselves (`detail` as of `merge_turns`).
+        EngineFault: an unknown finish word.
+    """
+    pending = given.sample
+    template = replace(pending, metadata=dict(pending.metadata))
+    with timed(given.spans, "merge"):
+        resolved = resolve(
+            turns,
+            given.limits.on_divergence,
+            template=template,
+            max_seq_len=given.limits.max_seq_len,
+        )
+        if resolved.fault is not None:
+            # The pending sample is what the fault will be recorded on.
+            pending.metadata[METADATA_KEY] = _plain(resolved)
+            raise resolved.fault
+        leaves = [one.sample for one in resolved.merged if one.sample is not None]
+        for leaf in leaves:
+            leaf.response = await decode(given.renderer, leaf.tokens[leaf.prompt_length :])
+    if not leaves:
+        leaves = [_empty_sample(template, resolved)]
+    for leaf in leaves:
+        if leaf.calls and leaf.calls[-1].finish == Finish.ABORT:
+            # This worker cancels its own calls, so an abort in a reply is the engine's.
+            leaf.finish(StopReason.ABORT_WEIGHTS, STATUS_OF[StopReason.ABORT_WEIGHTS])
+    if resolved.left_out:
+        leaves[-1].metadata["left_out_turns"] = resolved.left_out
+    gap = next((one.gap for one in resolved.merged if one.gap), "")
+    if gap:
+        leaves[-1].metadata["replay_gap"] = gap
+    return GenerateOutput(leaves[0] if len(leaves) == 1 else leaves)
+
+
+def _empty_sample(template: Sample, resolved: Resolved) -> Sample:
+    sample = replace(
+        template,
+        tokens=empty_ids(),
+        response_length=0,
+        loss_mask=np.zeros(0, np.uint8),
+        rollout_log_probs=np.zeros(0, np.float32),
+    )
+    reason = _EMPTY[resolved.merged[0].empty_reason or "no_records"]
+    sample.finish(reason, STATUS_OF[reason])
+    if resolved.divergences:
+        sample.metadata[METADATA_KEY] = _plain(resolved)
+    return sample
+
+
+def _plain(resolved: Resolved) -> list[dict[str, object]]:
+    return [one.to_dict() for one in resolved.divergences]
