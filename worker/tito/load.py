@@ -39,13 +39,7 @@ def load_renderer(tokenizer_path: str | Path, renderer_name: str) -> RenderersBa
     tokenizer = Tokenizer.load(tokenizer_path, family.scaffold)
     _check_vocabulary(tokenizer, family, renderer_name)
     renderer = RenderersBackend.of_family(tokenizer, family, renderer_name)
-    self_test(
-        renderer,
-        tokenizer.name_or_path,
-        thinking=family.thinking,
-        parallel_calls=family.parallel_calls,
-        rewrites_turns=family.rewrites_turns,
-    )
+    self_test(renderer, tokenizer.name_or_path, **family.traits)
     return renderer
 
 

@@ -82,6 +82,7 @@ def self_test(
     name: str,
     *,
     thinking: bool = True,
+    opens_reasoning: bool = False,
     parallel_calls: bool = True,
     rewrites_turns: bool = False,
     reads_calls: bool = True,
@@ -93,6 +94,7 @@ def self_test(
             are the ids that no text may give, and those that may stand behind a turn.
         name: of the tokenizer, for the message.
         thinking: try it with reasoning, too.
+        opens_reasoning: and only so: the generation prompt opens a block, so no turn is without.
         parallel_calls: the template takes several calls in one turn.
         rewrites_turns: the template is append-only nowhere; only suffixes can be compared.
         reads_calls: the calls that the template writes must be read back.
@@ -103,7 +105,7 @@ def self_test(
     trial = _Trial(renderer, name, reads_calls, rewrites_turns)
     trial.texts()
     checked: list[Checked] = []
-    for reasoning in (True, False) if thinking else (False,):
+    for reasoning in (True,) if opens_reasoning else (True, False) if thinking else (False,):
         messages = _conversation(reasoning=reasoning, calls=2 if parallel_calls else 1)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for place, following in zip(turns, [*turns[1:], len(messages)], strict=True):
