@@ -301,6 +301,9 @@ class TelemetryTable(Table):
     """`json` for machines, `console` for a person."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level that is written."""
+    rescore_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of finished samples whose log-probs are held against a prefill of the same engines, in
+    the background: `rollout_logprob_difference`."""
 
 
 class DebugTable(Table):

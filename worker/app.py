@@ -30,11 +30,12 @@ from .aggregate.aggregator import Aggregator, AggregatorLimits
 from .bounded import THREADS
 from .engines import create_engine
 from .engines.pool import EnginePool
-from .fidelity import Fidelity
+from .fidelity import Fidelity, Kind
 from .generate.finish import finish
 from .groups import GroupBook
 from .heart import LOST, OVER, Heart, Role, RunView
 from .memory import MEMORY
+from .rescorer import Rescorer
 from .rollout import Rollout
 from .shift import Shift, ShiftLimits, new_incarnation
 from .startup import build_scorers, env_judges, env_runtimes
@@ -81,6 +82,7 @@ class Worker:
         )
         self._gc = GcPolicy()
         self._fidelity = Fidelity()
+        self._rescorer: Rescorer | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._closing = contextlib.AsyncExitStack()
         self._pool: EnginePool | None = None
@@ -170,6 +172,15 @@ class Worker:
             if scorer is not None:
                 await scorer.start()
                 self._closing.push_async_callback(scorer.aclose)
+        if settings.telemetry.rescore_fraction > 0:
+            self._rescorer = Rescorer(
+                self._pool,
+                settings.telemetry.rescore_fraction,
+                version=lambda: self._view.version,
+                run_seed=settings.run.seed,
+                differences=self._metrics.differences,
+                mismatch=lambda: self._fidelity.count(Kind.LOG_PROB),
+            )
         book = GroupBook(
             run=settings.run.name,
             envs=envs,
@@ -186,6 +197,7 @@ class Worker:
             debug_messages=settings.debug.messages,
             replay=settings.engine.routed_experts or settings.engine.indexer_topk,
             fidelity=self._fidelity,
+            delivered=None if self._rescorer is None else self._rescorer.offer,
         )
         self._shift = Shift(
             self._queue,
@@ -257,6 +269,8 @@ class Worker:
             if self._shift is None:
                 return await self._until(self._until_over())
             self._spawn(self._shift.submitter.run())
+            if self._rescorer is not None:
+                self._spawn(self._rescorer.run())
             self._spawn(self._shift.watch())
             return await self._until(self._shift.run())
         finally:
@@ -360,6 +374,8 @@ class Worker:
                 self._metrics.engine_state(i, up=engine.up, totals=engine.requests)
         found = self._fidelity.counters
         self._metrics.fidelity(found.mismatches, checked=found.checked, unknown=found.unknown)
+        if self._rescorer is not None:
+            self._metrics.rescored(self._rescorer.outcomes)
 
     async def _checks(self) -> dict[str, bool]:
         checks = {"redis": await self._redis_answers()}

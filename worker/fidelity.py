@@ -343,8 +343,12 @@ class Fidelity:
             self.counters.checked += watch.num_checked
             self.counters.unknown += watch.num_unknown
 
+    def count(self, kind: Kind) -> None:
+        """Count a sample that differs."""
+        self.counters.mismatches[kind] += 1
+
     def _condemn(self, found: Mismatch, leaf: Sample, place: int, num_leaves: int) -> None:
-        self.counters.mismatches[found.kind] += 1
+        self.count(found.kind)
         where = "" if num_leaves == 1 else f"leaf {place}: "
         log.error(
             "token_mismatch",

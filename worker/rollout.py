@@ -19,6 +19,7 @@ from rollstream.errors import (
     AgentFault,
     EngineFault,
     EnvFault,
+    Report,
     RewardFault,
     RolloutFault,
     Status,
@@ -67,11 +68,12 @@ class Rollout:
         debug_messages: bool = False,
         replay: bool = False,
         fidelity: Fidelity | None = None,
+        delivered: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._engine, self._renderer, self._book = engine, renderer, book
         self._finish, self._version, self._run_seed = finish, version, run_seed
         self._debug_messages, self._replay = debug_messages, replay
-        self._fidelity = fidelity or Fidelity()
+        self._fidelity, self._delivered = fidelity or Fidelity(), delivered
 
     async def run(self, work: Work) -> Ending:
         """Run one attempt to its ending."""
@@ -92,6 +94,8 @@ class Rollout:
             first.metadata["attempt"] = work.lifecycle
             if not first.spans:
                 first.spans = work.spans.spans
+            if self._delivered is not None and ending.report is Report.COMPLETE:
+                self._delivered(ending.trajectory)
         return ending
 
     def _stopped_before(self, work: Work, sample: Sample) -> Ending | None:

@@ -230,6 +230,19 @@ class EnginePool:
         member.failures_in_row = 0
         return completion
 
+    async def score(self, body: bytes, *, routing_key: str) -> bytes:
+        """Return the answer to a request that samples nothing, of the engine of this key.
+
+        One try, and no engine is put aside for it: it is a look, not work.
+
+        Raises:
+            EngineFault: no engine is up, or it did not answer with 200 in time.
+        """
+        member = self._choose(routing_key, None)
+        if member is None:
+            raise self._no_engine()
+        return await member.client.score(body, timeout_s=self._policy.request_timeout_s)
+
     def _choose(self, routing_key: str, failed: _Member | None) -> _Member | None:
         """Return the engine of this key, else the least loaded one; not the one that just failed.
 

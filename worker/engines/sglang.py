@@ -246,6 +246,18 @@ class SglangClient:
             raise _transport_fault(self.url, error) from None
         return response.status_code, chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
+    async def score(self, body: bytes, *, timeout_s: float) -> bytes:
+        """Return the raw answer to a `/generate` that samples nothing; never tried again.
+
+        Raises:
+            EngineFault: no answer in time, or another status than 200.
+        """
+        status, raw = await self._ask("POST", "/generate", body, limit_s=timeout_s)
+        if status != 200:
+            text = error_text(raw)
+            raise fault(detail_of_status(status, text), f"{self.url} answered {status}: {text}")
+        return raw
+
     async def abort(self, rid: str) -> bool:
         """Tell the engine to stop a request; return whether it took that. Bounded, never raises.
 
@@ -289,7 +301,9 @@ class SglangClient:
         """Return the version that the engine says it serves now."""
         return read_version((await self.model_info()).weight_version, dispatched)
 
-    async def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    async def _ask(
+        self, method: str, path: str, body: bytes = b"", *, limit_s: float | None = None
+    ) -> tuple[int, bytes]:
         request = httpx.Request(
             method,
             self.url + path,
@@ -297,7 +311,8 @@ class SglangClient:
             content=body,
             extensions=self._extensions,
         )
-        limit_s = max(self._abort_wait_s, self._extensions["timeout"]["connect"] or 0.0)
+        if limit_s is None:
+            limit_s = max(self._abort_wait_s, self._extensions["timeout"]["connect"] or 0.0)
         try:
             async with asyncio.timeout(limit_s):
                 return await self._send(request)

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,13 @@ def wait_for_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 class Sim:
     """The simulated engine on a port of its own, which it keeps through a restart."""
 
-    def __init__(self, folder: Path, vocabulary: Path, latency_s: float = 0.25) -> None:
+    def __init__(
+        self, folder: Path, vocabulary: Path, latency_s: float = 0.25, options: Sequence[str] = ()
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._vocabulary, self._log = vocabulary, folder / "sim.log"
-        self._latency_s = latency_s
+        self._latency_s, self._options = latency_s, tuple(options)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -68,6 +70,7 @@ class Sim:
             "worker.engines.sim",
             *("--port", str(self.port), "--tokenizer", str(self._vocabulary)),
             *("--latency-median-s", str(self._latency_s), "--latency-sigma", "0.3"),
+            *self._options,
             log=self._log,
         )
         wait_for_url(f"{self.url}/model_info", self.process, self._log)
