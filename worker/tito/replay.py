@@ -1,9 +1,9 @@
 """Routed experts (R3) and indexer choices of a trajectory, joined from what its replies brought.
 
 Owns which rows are wanted next, the check that patches join, what is missing, and the one array at
-the end. Never asks an engine, never fills a hole with somebody else's rows. Invariant: row r of the
-result is what was routed when token r was fed in, out of the newest reply that fed exactly these
-tokens, or -1 throughout where no reply brought it.
+the end. Never decodes a reply, never fills a hole with somebody else's rows. Invariant: row r of
+the result is what was routed when token r was fed in, out of the newest reply that fed exactly
+these tokens, or -1 throughout where no reply brought it.
 
 The last sampled token was never fed in, so L tokens have L-1 rows. A reply's patch begins at the
 row that was asked for and ends before its own last token; one that begins at row 0 is whole and
@@ -68,47 +68,6 @@ def patch_of(
     held = count if size is None else size
     needed = 0 if held == 0 or aborted else start + held - 1
     return Patch(replay, start + count - 1, start + held, needed, record)
-
-
-def decode_rows(
-    payload: bytes | None,
-    *,
-    start: int | None,
-    end: int,
-    layers: int,
-    top_k: int | None = None,
-    name: str = "routed_experts",
-) -> Replay | None:
-    """Return the rows `start` to `end` out of one payload of raw int32.
-
-    Args:
-        payload: row after row; None where the reply had none.
-        start: the row that was asked for.
-        end: where the reply's rows end: prompt and sampled ids, less one.
-        layers: of the model.
-        top_k: of the model; None takes it from the payload's size.
-        name: for messages.
-
-    Raises:
-        ValueError: no start, bytes for no rows, no bytes for some, or a size that does not fit.
-    """
-    if start is None:
-        raise ValueError(f"a {name} payload without its start row")
-    rows = end - start
-    if rows <= 0:
-        if payload:
-            raise ValueError(f"a {name} payload of {len(payload)} bytes for {rows} rows")
-        return Replay(start, np.empty((0, layers, top_k or 0), np.int32))
-    if not payload:
-        raise ValueError(f"no {name} payload for {rows} rows")
-    least = rows * layers * 4 * (top_k or 1)
-    if len(payload) % least or (top_k is not None and len(payload) != least):
-        choices = "" if top_k is None else f" and {top_k} choices"
-        raise ValueError(
-            f"a {name} payload of {len(payload)} bytes is not {rows} rows of {layers} layers"
-            f"{choices} in int32"
-        )
-    return Replay(start, np.frombuffer(payload, dtype="<i4").reshape(rows, layers, -1))
 
 
 def check_shapes(patches: Iterable[Patch], name: str = "routed_experts") -> None:
@@ -236,6 +195,11 @@ class ReplayRows:
         self.known = 0
         """Rows that are there, from row 0 on: where the next patch begins."""
 
+    @property
+    def is_dormant(self) -> bool:
+        """Whether no reply brought anything so far."""
+        return all(patch.replay is None for patch in self._patches)
+
     def resume(self, rows: Rows) -> None:
         """Go on from the joined rows of a sample that was parked; what is -1 at its end is open."""
         self.known = known = num_known(rows)
@@ -277,7 +241,7 @@ class ReplayRows:
         Raises:
             ValueError: the rows of a reply are missing.
         """
-        if all(patch.replay is None for patch in self._patches):
+        if self.is_dormant:
             return None
         record = first_gap(self._patches)
         if record is not None:

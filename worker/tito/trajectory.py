@@ -210,8 +210,7 @@ class Trajectory:
 
     def request(self) -> RequestIds:
         """Return the ids of the next request: the JSON of every chunk, none encoded again."""
-        start = None if self._rows is None else self._rows["rollout_routed_experts"].known
-        return RequestIds(tuple(self._pieces), self._num_tokens, start)
+        return RequestIds(tuple(self._pieces), self._num_tokens, self._replay_start())
 
     def add_completion(
         self,
@@ -360,6 +359,11 @@ class Trajectory:
             sample.response = decode(sample.tokens[len(sample.tokens) - length :])
         sample.validate()
         return sample
+
+    def _replay_start(self) -> int | None:
+        if self._rows is None:
+            return None
+        return next((rows.known for rows in self._rows.values() if not rows.is_dormant), 0)
 
     def _add_rows(self, completion: Completion) -> None:
         if self._rows is None:
