@@ -37,7 +37,7 @@ MAX_STEPS = 10_000_000
 template that looks at all messages at each of 1,000 takes a million."""
 MAX_CHARS = 64_000_000
 """Of a render and of everything made on the way: more than any context holds."""
-MAX_WIDTH = 1_000
+MAX_WIDTH = 100
 """Of what a filter or a method pads or indents to."""
 MAX_SOURCE_CHARS = 1_000_000
 
@@ -364,6 +364,8 @@ def _check_arguments(
                 isinstance(width, str) and len(width) > MAX_WIDTH
             ):
                 raise RenderError(f"`{name}` pads to more than {MAX_WIDTH} characters")
+        if name == "indent" and isinstance(subject, str):
+            _check_product(MAX_WIDTH if args or kwargs else 4, subject.count("\n") + 1)
     elif name == "join":
         # `", ".join(items)`, or `items | join(", ")`
         between, items = (subject, args[:1]) if isinstance(subject, str) else (args[:1], [subject])
@@ -389,7 +391,8 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         for some, times in ((left, right), (right, left)):
             if isinstance(times, int) and _has_len(some):
-                _check_product(len(some), times)
+                # A place in a list weighs what eight characters do.
+                _check_product(len(some) * (1 if isinstance(some, str) else 8), times)
         if isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() + right.bit_length())
     elif operator == "+" and _has_len(left) and _has_len(right):

@@ -155,6 +155,25 @@ class TemplateBackend:
         """What the template leaves out; see `template_form.Form`."""
         return self._form.drops
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a conversation with a system message, calls and results can be rendered.
+
+        Only then can the self-test's conversation be; a template that talks without tools was
+        tried when this object was made, and needs no more.
+        """
+        missing = self._form.drops & {"system", "tool", "calls", "calls beside text"}
+        return not missing and {"tool", "user"} <= set(self.boundary.roles)
+
+    @property
+    def traits(self) -> dict[str, bool]:
+        """What the self-test must know: keywords of `selftest.self_test`."""
+        return {
+            "thinking": "reasoning" not in self._form.drops,
+            "parallel_calls": self._form.parallel_calls,
+            "reads_calls": self.reads_calls,
+        }
+
     def describe(self) -> list[str]:
         """Return what was found of the template, a sentence each, for people."""
         boundary, decode = self.boundary, self.tokenizer.decode

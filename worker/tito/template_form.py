@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -31,7 +31,8 @@ Plain = dict[str, Any]
 # Words that no template has in it, one piece for whatever trims or splits.
 USER, SAID, RESULT, SYSTEM = "quxuser", "quxsaid", "quxresult", "quxsystem"
 NAME, KEY, VALUE, THOUGHT = "quxname", "quxkey", "quxvalue", "quxthought"
-CALL_ID = "call00001"  # of nine letters and digits: some templates insist
+SECOND = "quxsecond"
+CALL_ID, OTHER_ID = "call00001", "call00002"  # nine letters and digits: some templates insist
 OTHER_TEXT = "[7, 7]"
 
 
@@ -66,6 +67,8 @@ class Form:
     drops: frozenset[str] = frozenset()
     """What it leaves out in silence, of `system, late system, tool, calls, calls beside text,
     tools, reasoning`."""
+    parallel_calls: bool = True
+    """It takes several calls in one turn."""
 
     def assistant(self, content: str, calls: list[Plain]) -> Plain:
         """Return an assistant message with calls as the template takes them."""
@@ -176,7 +179,7 @@ def probe_form(render: Render, name: str) -> Form:
     thinking = {**said, "reasoning_content": THOUGHT, "thinking": THOUGHT}
     if _without(render, [user, thinking], THOUGHT, prompt=False):
         drops.add("reasoning")
-    return Form(form.takes_objects, form.wraps_text, form.empty, frozenset(drops))
+    return replace(form, drops=frozenset(drops))
 
 
 def a_tool() -> Plain:
@@ -193,6 +196,7 @@ def _calls_form(render: Render, user: Plain) -> Form:
             text = _with_calls(render, user, form, "", {KEY: VALUE})
             if text is None or not _shows(text, NAME, VALUE):
                 continue
+            two = _with_calls(render, user, form, "", {KEY: VALUE}, {KEY: SECOND})
             plain = _text(render, [user]) or ""
             if "None" in text.replace(plain, "") or f"{{'{KEY}'" in text:
                 continue  # null as a word, or Python's spelling of an object
@@ -201,26 +205,29 @@ def _calls_form(render: Render, user: Plain) -> Form:
             both = _with_calls(render, user, form, SAID, {KEY: VALUE})
             loses = both is not None and not _shows(both, SAID, NAME)
             drops = frozenset(["calls beside text"] if loses else [])
-            return Form(takes_objects, wraps, empty, drops)
-    return Form(drops=frozenset(["calls"]))
+            parallel = two is not None and _shows(two, VALUE, SECOND)
+            return Form(takes_objects, wraps, empty, drops, parallel)
+    return Form(drops=frozenset(["calls"]), parallel_calls=False)
 
 
 def _with_calls(
-    render: Render, user: Plain, form: Form, content: str, arguments: Any
+    render: Render, user: Plain, form: Form, content: str, *arguments: Any
 ) -> str | None:
-    """Return the text with a call, and with its result where the template wants one."""
-    message = form.assistant(content, [_a_call(arguments)])
-    text = _text(render, [user, message, _a_result()])
+    """Return the text with calls, and with their results where the template wants them."""
+    ids = [CALL_ID, OTHER_ID][: len(arguments)]
+    calls = [_a_call(given, call_id) for given, call_id in zip(arguments, ids, strict=True)]
+    message = form.assistant(content, calls)
+    text = _text(render, [user, message, *map(_a_result, ids)])
     return _text(render, [user, message]) if text is None else text
 
 
-def _a_call(arguments: Any) -> Plain:
+def _a_call(arguments: Any, call_id: str = CALL_ID) -> Plain:
     function = {"name": NAME, "arguments": arguments}
-    return {"id": CALL_ID, "type": "function", "function": function}
+    return {"id": call_id, "type": "function", "function": function}
 
 
-def _a_result() -> Plain:
-    return {"role": "tool", "content": RESULT, "tool_call_id": CALL_ID, "name": NAME}
+def _a_result(call_id: str = CALL_ID) -> Plain:
+    return {"role": "tool", "content": RESULT, "tool_call_id": call_id, "name": NAME}
 
 
 def _text(
