@@ -57,10 +57,13 @@ async def ran(generate: Generate, *replies: Reply) -> tuple[Ending, Fidelity]:
         return await stage.run(), stage.fidelity
 
 
-def a_stage(engine: Any, generate: Generate) -> Stage:
-    renderer: Any = FirstCalls(A1)
+def a_stage(
+    engine: Any, generate: Generate, *, first: Sequence[int] = A1, sampling: Sampling | None = None
+) -> Stage:
+    """Return a worker's rollouts whose model calls `f` in the reply `first`."""
+    renderer: Any = FirstCalls(first)
     tools = {"f": FunctionTool(f)}
-    env = an_env(generate, tools=tools)
+    env = an_env(generate, tools=tools, sampling=sampling or Sampling())
     book = a_book(env, render=lambda prompt, specs: render_prompt(renderer, HI, None))
     fidelity = Fidelity()
     rollout = Rollout(
