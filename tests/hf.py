@@ -184,6 +184,7 @@ def outcome(reply: dict[str, Any]) -> tuple[list[int], list[float]]:
     ids = [entry[1] for entry in meta["output_token_logprobs"]]
     assert ids == reply["output_ids"]
     assert meta["completion_tokens"] == len(ids)
+    assert meta["finish_reason"].get("matched") != "NaN happened"
     return ids, [entry[0] for entry in meta["output_token_logprobs"]]
 
 

@@ -37,6 +37,7 @@ import torch  # noqa: E402 - only where it is there
 
 from rollstream.errors import EngineFault  # noqa: E402
 from worker.engines.faults import Detail  # noqa: E402
+from worker.engines.hf.sampler import draw  # noqa: E402
 from worker.engines.pool import EnginePool, RetryPolicy  # noqa: E402
 from worker.sampling import Sampling  # noqa: E402
 from worker.types import Completion, Finish, RequestIds  # noqa: E402
@@ -82,9 +83,9 @@ def finish(reply: dict[str, Any]) -> str:
     return str(reply["meta_info"]["finish_reason"]["type"])
 
 
-async def answer(pool: EnginePool, **changes: Any) -> Completion:
+async def answer(pool: EnginePool, ids: Sequence[int] = PROMPT, **changes: Any) -> Completion:
     return await pool.generate(
-        RequestIds([",".join(map(str, PROMPT)).encode()], len(PROMPT)),
+        RequestIds([",".join(map(str, ids)).encode()], len(ids)),
         Sampling(**{"max_new_tokens": 6, "seed": 5, **changes}),
         routing_key="g",
         version=0,
@@ -343,34 +344,35 @@ async def test_cache_is_flushed_only_while_nobody_runs(hf: Hf) -> None:
 
 
 async def test_nan_ends_its_own_request_only_and_poisons_no_later_one(
-    hf: Hf, references: list[Reference], monkeypatch: pytest.MonkeyPatch
+    hf: Hf, references: list[Reference]
 ) -> None:
-    net = hf.model._net
-    embed = net.get_input_embeddings()
     poisoned = 999
     with torch.no_grad():
-        embed.weight[poisoned] = torch.nan
+        hf.model._net.get_input_embeddings().weight[poisoned] = torch.nan
+    long = [5] * 60
+    calls = await held(hf, request(long, max_new_tokens=40), steps=1)
+    bad = [5] * 20 + [poisoned] + [6] * 20
+    calls.append(asyncio.create_task(hf.post("/generate", request(bad))))
+    await hf.paused_with(running=1, waiting=1)
+    hf.pause_after(1)
+    await hf.post("/continue_generation")
+    await hf.paused_with(running=1)
+    # This one gets the row of the poisoned one, beside a longer one that still runs.
+    calls.append(asyncio.create_task(hf.post("/generate", request(PROMPT))))
+    await hf.paused_with(running=1, waiting=1)
+    await hf.post("/continue_generation")
+    good, nan, late = await replies(calls)
+    assert nan["meta_info"]["finish_reason"] == {"type": "stop", "matched": "NaN happened"}
+    assert nan["output_ids"] == []
+    for ids, reply in ((long, good), (PROMPT, late)):
+        output, log_probs = outcome(reply)
+        assert log_probs == pytest.approx(references[0].log_probs(ids, output), abs=NOISE)
+    again = await hf.generate(bad)
+    assert again["meta_info"]["cached_tokens"] == 20, "KV of the poisoned request was kept"
     pool = EnginePool([hf.url], max_token_id=VOCABULARY - 1, policy=RetryPolicy(max_retries=0))
     try:
-        bad = request([5, 6, poisoned], rid="bad")
-        calls = [
-            asyncio.create_task(hf.post("/generate", body))
-            for body in (request(PROMPT, sampling_seed=3), bad, request(PROMPT, sampling_seed=4))
-        ]
-        good, nan, other = await replies(calls)
-        assert nan["meta_info"]["finish_reason"] == {"type": "stop", "matched": "NaN happened"}
-        assert nan["output_ids"] == []
-        late = await hf.generate(PROMPT, sampling_seed=5)
-        for reply in (good, other, late):
-            output, log_probs = outcome(reply)
-            assert log_probs == pytest.approx(references[0].log_probs(PROMPT, output), abs=NOISE)
         with pytest.raises(EngineFault) as caught:
-            await pool.generate(
-                RequestIds([f"5,6,{poisoned}".encode()], 3),
-                Sampling(max_new_tokens=6, seed=5),
-                routing_key="g",
-                version=0,
-            )
+            await answer(pool, [5, 6, poisoned])
         assert caught.value.detail == Detail.NAN
     finally:
         await pool.aclose()
@@ -402,6 +404,28 @@ async def test_running_out_of_memory_is_the_longest_requests_error(
     assert len(output) == 20
     assert log_probs == pytest.approx(references[0].log_probs(PROMPT, output), abs=NOISE)
     assert (await hf.generate(PROMPT))["output_ids"]
+
+
+async def test_memory_is_taken_from_the_prefix_cache_before_it_is_from_a_request(
+    hf: Hf, references: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hf.generate([*PROMPT, 5])
+    assert (await hf.state())["prefix_entries"] == 1
+    calls = 0
+
+    def short(logits: Any, rows: Any, mode: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise MemoryError
+        return draw(logits, rows, mode)
+
+    monkeypatch.setattr("worker.engines.hf.engine.draw", short)
+    output, log_probs = outcome(await hf.generate(PROMPT))
+    assert len(output) == 12
+    assert log_probs == pytest.approx(references[0].log_probs(PROMPT, output), abs=NOISE)
+    counts = (await hf.state())["counts"]
+    assert (counts["out_of_memory"], counts.get("failed", 0)) == (1, 0)
 
 
 async def test_forward_pass_that_breaks_is_its_requests_error_and_the_engine_goes_on(

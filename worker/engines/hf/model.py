@@ -120,49 +120,67 @@ class Model:
     # -- the batch
 
     def _choose_kv(self, batched: bool) -> Kv:
-        """Return the batched cache if this model's own logits come out of it, else the lone one."""
-        lone = LoneKv(self.forward, self.config, self.device)
-        if not batched:
-            return lone
-        try:
-            kinds = set(get_layer_types_and_kwargs(self.config)[0])
-            if kinds != {"full_attention"}:
-                raise ValueError(f"layers of kind {', '.join(sorted(kinds))}")
-            slots = SlotKv(
-                self.forward,
-                num_layers=int(self.config.num_hidden_layers),
-                device=self.device,
-                dtype=self.dtype,
-                additive_mask=self.config._attn_implementation == "eager",
-            )
-            with torch.inference_mode():
-                self._prove(slots)
-        except Exception as error:  # noqa: BLE001 - whatever stands in the way, the other way works
-            sys.stderr.write(f"hf engine: one request at a time, no batches ({error})\n")
-            return lone
-        return slots
+        """Return the batched cache if this model's own logits come out of it, else the lone one.
 
-    def _prove(self, kv: SlotKv) -> None:
-        """Compare two requests in one batch with what the model says of each alone.
+        Raises:
+            ConfigError: they come out of neither.
+        """
+        if batched:
+            try:
+                slots = self._slots()
+                self._prove(slots)
+            except Exception as error:  # noqa: BLE001 - whatever it is, there is the other way
+                reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+                sys.stderr.write(f"hf engine: one request at a time, no batches ({reason[0]})\n")
+            else:
+                return slots
+        lone = LoneKv(self.forward, self.config, self.device)
+        try:
+            self._prove(lone)
+        except Exception as error:  # noqa: BLE001 - a model that no cache of ours can run
+            raise ConfigError(
+                f"{self.path}: {self.architecture} cannot be run with a cache: {error}"
+            ) from None
+        return lone
+
+    def _slots(self) -> SlotKv:
+        kinds = set(get_layer_types_and_kwargs(self.config)[0])
+        if kinds != {"full_attention"}:
+            raise ValueError(f"layers of kind {', '.join(sorted(kinds))}")
+        return SlotKv(
+            self.forward,
+            num_layers=int(self.config.num_hidden_layers),
+            device=self.device,
+            dtype=self.dtype,
+            additive_mask=self.config._attn_implementation == "eager",
+        )
+
+    def _prove(self, kv: Kv) -> None:
+        """Compare two requests, fed in by pieces, with what the model says of each as a whole.
 
         Raises:
             ValueError: they differ by more than rounding.
         """
         step = max(1, self.vocabulary_size // 23)
         prompts = [[(7 + step * i) % self.vocabulary_size for i in range(n)] for n in (11, 6)]
-        places = [kv.open() for _ in prompts]
-        for place, prompt in zip(places, prompts, strict=True):
-            kv.prefill(place, prompt[:4], 1)
-            kv.prefill(place, prompt[4:-1], 1)
-        got = kv.decode(places, [prompt[-1] for prompt in prompts]).float()
-        for place in reversed(places):
-            kv.close(place)
-        for i, prompt in enumerate(prompts):
-            tokens = torch.tensor([prompt], device=self.device)
-            alone = self.forward(tokens, None, None, None, 1)[0, 0].float()
-            off = float((got[i] - alone).abs().mean() / alone.abs().mean().clamp(min=1e-9))
-            if not off <= _TOLERANCE.get(self.dtype, _LOOSE):
-                raise ValueError(f"logits in a batch differ by {off:.1e}")
+        with no_gradients():
+            places = [kv.open() for _ in prompts]
+            for place, prompt in zip(places, prompts, strict=True):
+                kv.prefill(place, prompt[:4], 1)
+                kv.prefill(place, prompt[4:-1], 1)
+            last = [prompt[-1] for prompt in prompts]
+            if kv.batched:
+                got = list(kv.decode(places, last))
+            else:
+                got = [kv.decode([p], [i])[0] for p, i in zip(places, last, strict=True)]
+            for place in reversed(places):
+                kv.close(place)
+            for logits, prompt in zip(got, prompts, strict=True):
+                tokens = torch.tensor([prompt], device=self.device)
+                alone = self.forward(tokens, None, None, None, 1)[0, 0].float()
+                off = (logits.float() - alone).abs().mean() / alone.abs().mean().clamp(min=1e-9)
+                if not float(off) <= _TOLERANCE.get(self.dtype, _LOOSE):
+                    raise ValueError(f"logits out of the cache differ by {float(off):.1e}")
 
     # -- weights
 
