@@ -27,7 +27,7 @@ def rendered(source: str, messages: Any = None, **names: Any) -> str:
         "{{ messages | tojson(indent=2) }}|{{ {'b': 1, 'a': 'é'} | tojson(sort_keys=true) }}",
         "{{ 'é' | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
         "{% for m in messages %}\n  {{ loop.index }}/{{ loop.length }}\n{% endfor %}",
-        "{% for m in messages %}{{ loop.revindex0 ~ (loop.nextitem.role if not loop.last) }}{% endfor %}",
+        "{% for m in messages %}{{ loop.revindex0 }}{{ loop.nextitem is defined }}{% endfor %}",
         "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}x{% endfor %}",
         "{% for k, v in messages[0] | items %}{{ k ~ '=' ~ v }}{% endfor %}",
         "{% for m in [] %}x{% else %}none{% endfor %}{% for k in messages[0] %}{{ k }}{% endfor %}",
