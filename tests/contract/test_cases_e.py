@@ -87,6 +87,17 @@ async def test_case_66_a_resume_stays_within_the_context_too(context: int, left:
 
 
 @variants
+async def test_case_66_the_cap_of_a_turn_counts_what_it_had_sampled_before(generate: Any) -> None:
+    sampling = Sampling(max_new_tokens=6)
+    first = await attempt(Says(FILL[:4], "abort"), sampling=sampling, generate=generate)
+    second = await attempt(
+        Says(FILL[4:6], "length"), held=first.sample, sampling=sampling, generate=generate
+    )
+    assert second.requests[0]["sampling_params"]["max_new_tokens"] == 2
+    assert (second.sample.response_length, second.sample.stop_reason) == (6, StopReason.TURN_LENGTH)
+
+
+@variants
 async def test_case_67_a_used_up_budget_makes_no_call(generate: Any) -> None:
     first = await attempt(Says(FILL, "abort"), generate=generate)
     assert first.sample.status is Status.ABORTED

@@ -152,6 +152,13 @@ async def test_case_87_a_prompt_that_is_too_long_is_an_ended_member_without_a_to
     assert view.missing.reason == "prompt_too_long"
 
 
+async def test_case_87_a_member_that_sampled_nothing_says_that_no_model_was_heard() -> None:
+    run = await rolled(Calling(), Says([], "stop"), prompt=HI)
+    view = judge_member(0, decode_header(encode_header(run.sample)), None)
+    assert view.missing is not None
+    assert (view.missing.reason, run.sample.status) == ("no_model_call", Status.COMPLETED)
+
+
 @pytest.mark.parametrize(
     "message",
     [

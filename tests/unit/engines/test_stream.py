@@ -63,6 +63,14 @@ def test_a_log_prob_that_changed_on_the_way_is_rejected() -> None:
         reply.finish(completion_tokens=2)
 
 
+def test_an_id_that_changed_on_the_way_is_rejected() -> None:
+    reply = StreamedReply(StreamKind.CUMULATIVE, "http://engine")
+    for ids in ([30, 31], [30, 31, 32], [29, 31, 32]):
+        reply.add(ids, [-0.5] * len(ids))
+    with pytest.raises(EngineFault, match="does not go on"):
+        reply.finish(completion_tokens=3)
+
+
 def test_case_60_chunks_that_never_came_are_seen_by_the_count() -> None:
     reply = fed(StreamKind.INCREMENTS, [[1, 2, 3], [4, 5, 6]])
     with pytest.raises(EngineFault, match="hold 6 ids, completion_tokens is 14") as caught:

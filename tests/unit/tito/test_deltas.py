@@ -24,6 +24,8 @@ from worker.tito.deltas import (
 )
 from worker.types import AssistantMessage, ProblemKind, ToolCall
 
+TOY = toy_renderer()
+
 
 def streamed(chunks: Iterable[str], **options: Any) -> tuple[list[dict[str, Any]], CallText]:
     """Feed chunks and return every delta."""
@@ -124,6 +126,9 @@ def test_case_47_a_new_id_under_a_known_index_opens_a_call() -> None:
         ([(0, "c1", "a", "{"), (0, "c1", None, "}")], [("c1", "a", "{}")]),
         # The name repeated, too.
         ([(0, "c1", "a", "{"), (0, "c1", "a", "}")], [("c1", "a", "{}")]),
+        # A new id opens a call, whatever its name.
+        ([(0, "c1", "a", "{}"), (0, "c2", "a", "{}")], [("c1", "a", "{}"), ("c2", "a", "{}")]),
+        ([(0, "c1", "a", "{}"), (0, "c2", None, "{}")], [("c1", "a", "{}"), ("c2", "", "{}")]),
         # Interleaved.
         (
             [(0, "c1", "a", "{"), (1, "c2", "b", "["), (0, None, None, "}"), (1, None, None, "]")],
@@ -213,6 +218,13 @@ def test_content_is_sent_as_it_comes_but_for_what_may_be_a_marker() -> None:
     assert stream.finish() == []
 
 
+def test_a_call_is_sent_with_the_last_character_of_its_marker() -> None:
+    stream = CallText()
+    *before, last = [stream.feed(one) for one in '<tool_call>{"name":"f"}</tool_call>']
+    assert before == [[]] * len(before)
+    assert [list(delta) for delta in last] == [["tool_calls"], ["tool_calls"]]
+
+
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", '{"name":"f","arguments":{"x":"</tool_call>"}}', "{}", "<tool",
      '{"name":"g"}', "text ", "\n", "<", '{"name":"f","arguments":"', '"}']
@@ -234,8 +246,7 @@ def test_a_stream_gives_the_same_however_it_is_cut(text: str, data: st.DataObjec
 
 @given(st.lists(PIECES, max_size=10).map("".join))
 def test_a_stream_and_the_ids_of_the_same_text_give_the_same_calls(text: str) -> None:
-    renderer = toy_renderer()
-    parsed = renderer.parse(renderer.encode_raw(text), renderer.encode_raw(""))
+    parsed = TOY.parse(TOY.encode_raw(text), TOY.encode_raw(""))
     _, stream = streamed([text])
     assert [(c.name, c.arguments, c.problem) for c in parsed.tool_calls] == [
         (c.name, c.arguments, c.problem) for c in stream.calls
@@ -246,6 +257,14 @@ def test_a_long_call_is_joined_and_judged_once(monkeypatch: pytest.MonkeyPatch) 
     from worker.tito import deltas
 
     judged: list[int] = []
+    joined: list[bool] = []
+    settle = CallText._settle
+
+    def settling(stream: CallText, *, ended: bool) -> Any:
+        joined.append(ended)
+        return settle(stream, ended=ended)
+
+    monkeypatch.setattr(CallText, "_settle", settling)
 
     def counting(raw: str, *, closed: bool) -> ToolCall:
         judged.append(len(raw))
@@ -257,4 +276,4 @@ def test_a_long_call_is_joined_and_judged_once(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(10_000):
         assert stream.feed("x" * 8) == []
     assert gathered(stream.feed('"}}</tool_call>'))[0].name == "w"
-    assert len(judged) == 1
+    assert (len(judged), len(joined)) == (1, 2)

@@ -177,6 +177,9 @@ def test_calls_of_one_turn_that_share_an_id_are_answered_in_order() -> None:
     same = turn(call(id="f:0"), call(id="f:0"), call(id="g:1"))
     results = [result("c", "g:1"), result("a", "f:0"), result("b", "f:0")]
     assert contents([same, *results]) == ["a", "b", "c"]
+    around = turn(call(id="f:0"), call(id="g:1"), call(id="f:0"))
+    results = [result("a", "f:0"), result("c", "f:0"), result("b", "g:1")]
+    assert contents([around, *results]) == ["a", "b", "c"]
 
 
 def test_results_behind_no_call_stay_where_they_are() -> None:
