@@ -234,15 +234,14 @@ class Metrics:
                 self._diverged(diverged)
 
     def _diverged(self, found: object) -> None:
-        """Count what a generate function noted; metadata is the user's, so anything may be there.
+        """Count what a merge noted, each turn once: in the leaf that has it (`tito.divergence`).
 
-        The leaves of a fork share the note: `metadata` of the first one alone has it, or each its
-        own turns.
+        Metadata is the user's too, so anything may be there.
         """
         for entry in found if isinstance(found, list) else ():
             policy = entry.get("policy") if isinstance(entry, dict) else None
-            if policy in self._divergence_children:
-                self._divergences[str(policy)] += 1
+            if isinstance(policy, str) and policy in self._divergence_children:
+                self._divergences[policy] += 1
 
     def differences(self, values: Iterable[float]) -> None:
         """Keep the absolute differences of one rescored sample until the next flush."""

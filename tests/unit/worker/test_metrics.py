@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollstream.errors import DropReason, StopReason
+from rollstream.sample import Sample
 from tests.builders import a_sample
 from worker.engines.pool import OUTCOMES
-from worker.telemetry.metrics import ENGINE_OUTCOMES, MAX_SERIES, Metrics
+from worker.fidelity import Kind
+from worker.telemetry.metrics import (
+    DIVERGENCE_POLICIES,
+    ENGINE_OUTCOMES,
+    MAX_SERIES,
+    MISMATCH_KINDS,
+    RESCORE_OUTCOMES,
+    Metrics,
+)
 from worker.telemetry.spans import NoSpans, SpanList, timed
+from worker.types import DivergencePolicy
 
 
 def metrics(envs: int = 1, engines: int = 1) -> Metrics:
@@ -38,10 +50,83 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
     for engine in range(engines):
         given.engine_state(engine, up=True, totals=dict.fromkeys(OUTCOMES, 1))
     given.span("never heard of", 1.0)
+    given.sample_ended("env0", StopReason.STOP, [diverged(*DIVERGENCE_POLICIES)], delivered=True)
+    given.fidelity(dict.fromkeys(Kind, 1), checked=1, unknown=1)
+    given.rescored(dict.fromkeys(RESCORE_OUTCOMES, 1))
+    given.differences([0.0, 0.02, 5.0])
     given.flush()
 
     assert given.num_series() == before
     assert before <= MAX_SERIES
+
+
+def diverged(*policies: Any) -> Sample:
+    notes = [{"turn": 1, "index": 4, "policy": policy, "dropped_tokens": 2} for policy in policies]
+    return a_sample(metadata={"divergences": notes})
+
+
+def test_the_labels_are_those_of_their_owners() -> None:
+    assert set(MISMATCH_KINDS) == {kind.value for kind in Kind}
+    assert set(DIVERGENCE_POLICIES) == {policy.value for policy in DivergencePolicy}
+
+
+def test_every_series_of_the_fidelity_checks_is_there_before_anything_happened() -> None:
+    text = text_of(metrics())
+    for kind in MISMATCH_KINDS:
+        assert f'rollout_token_mismatch_total{{kind="{kind}"}} 0.0' in text
+    for policy in DIVERGENCE_POLICIES:
+        assert f'rollout_divergences_total{{policy="{policy}"}} 0.0' in text
+    for outcome in RESCORE_OUTCOMES:
+        assert f'rollout_rescored_samples_total{{outcome="{outcome}"}} 0.0' in text
+    for outcome in ("checked", "unknown"):
+        assert f'rollout_checked_calls_total{{outcome="{outcome}"}} 0.0' in text
+    for edge in ("0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1.0", "+Inf"):
+        assert f'rollout_logprob_difference_bucket{{le="{edge}"}} 0.0' in text
+
+
+def test_divergences_are_counted_by_policy_from_what_samples_say_of_themselves() -> None:
+    given = metrics()
+    leaves = [diverged("fork", "fork"), diverged("keep_prefix"), diverged("reject")]
+    given.sample_ended("env0", StopReason.STOP, leaves[:2], delivered=True)
+    given.sample_ended("env0", StopReason.MERGE_ERROR, leaves[2:], delivered=False)
+    text = text_of(given)
+    for policy, count in {"fork": 2, "keep_prefix": 1, "reject": 1}.items():
+        assert f'rollout_divergences_total{{policy="{policy}"}} {count}.0' in text
+
+
+@pytest.mark.parametrize(
+    "notes", [5, "fork", ["fork"], [{"policy": []}], [{"policy": "other"}], {}]
+)
+def test_anything_else_under_that_name_is_the_users_own_and_breaks_nothing(notes: Any) -> None:
+    given = metrics()
+    sample = a_sample(metadata={"divergences": notes})
+    given.sample_ended("env0", StopReason.STOP, [sample], delivered=True)
+    counts = re.findall(r"rollout_divergences_total\{.*\} (\S+)", text_of(given))
+    assert counts == ["0.0"] * 3
+
+
+def test_fidelity_figures_follow_running_totals() -> None:
+    given = metrics()
+    given.fidelity({Kind.PREFIX: 1, Kind.SAMPLED: 0, Kind.LOG_PROB: 2}, checked=10, unknown=1)
+    given.fidelity({Kind.PREFIX: 1, Kind.SAMPLED: 1, Kind.LOG_PROB: 2}, checked=15, unknown=1)
+    given.rescored({"compared": 3, "not_comparable": 0, "dropped": 1, "failed": 0})
+    text = text_of(given)
+    for kind, count in {"prefix": 1, "sampled": 1, "log_prob": 2}.items():
+        assert f'rollout_token_mismatch_total{{kind="{kind}"}} {count}.0' in text
+    assert 'rollout_checked_calls_total{outcome="checked"} 15.0' in text
+    assert 'rollout_checked_calls_total{outcome="unknown"} 1.0' in text
+    assert 'rollout_rescored_samples_total{outcome="compared"} 3.0' in text
+    assert 'rollout_rescored_samples_total{outcome="dropped"} 1.0' in text
+
+
+def test_log_prob_differences_fall_into_their_buckets() -> None:
+    given = metrics()
+    given.differences([0.0, 0.001, 0.02, 0.2, 7.0])
+    text = text_of(given)
+    counts = {"0.001": 2, "0.01": 2, "0.03": 3, "0.1": 3, "0.3": 4, "1.0": 4, "+Inf": 5}
+    for edge, count in counts.items():
+        assert f'rollout_logprob_difference_bucket{{le="{edge}"}} {count}.0' in text
+    assert "rollout_logprob_difference_sum 7.221" in text
 
 
 def test_an_unknown_environment_is_counted_as_other_where_there_are_many() -> None:
