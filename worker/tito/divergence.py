@@ -37,6 +37,7 @@ from .merge import (
     patch_of_turn,
     patches_of,
     prompts_of,
+    replay_fields,
 )
 from .prefix_tree import PrefixTree, SharedWith, shared_depth
 from .replay import Patch
@@ -227,7 +228,8 @@ def _merge_path(history: _History, path: Sequence[int], template: Sample | None)
     def patches(kept: Sequence[Kept], name: str) -> list[Patch]:
         return [*lent[name], *patches_of(kept, name)]
 
-    kept, gap = before_gap([history.kept(place) for place in path], patches)
+    fields = replay_fields([history.turns[place] for place in path])
+    kept, gap = before_gap([history.kept(place) for place in path], fields, patches)
     if not kept:
         return _empty(history, gap)
     sample = assemble(
@@ -235,7 +237,7 @@ def _merge_path(history: _History, path: Sequence[int], template: Sample | None)
         len(history.prompts[first]),
         kept,
         template,
-        [patches(kept, name) for name in REPLAY],
+        {name: patches(kept, name) for name in fields},
     )
     return Merged(sample, num_turns=len(kept), left_out=len(path) - len(kept), gap=gap)
 
@@ -278,7 +280,8 @@ def _keep_prefix(history: _History, template: Sample | None) -> Resolved:
         ]
 
     whole = len(kept)
-    kept, gap = before_gap(kept, patches)
+    fields = replay_fields(history.turns[: newest + 1])
+    kept, gap = before_gap(kept, fields, patches)
     if not kept:
         return Resolved([_empty(history, gap)], none_dropped, len(history.turns))
     tokens = history.tokens(newest)
@@ -288,7 +291,8 @@ def _keep_prefix(history: _History, template: Sample | None) -> Resolved:
     first = history.tree.prompts[0]
     if shared.depth(first) == first.depth:
         offset = min(offset, first.depth)
-    sample = assemble(tokens, offset, kept, template, [patches(kept, name) for name in REPLAY])
+    of_fields = {name: patches(kept, name) for name in fields}
+    sample = assemble(tokens, offset, kept, template, of_fields)
     divergences = _dropped(history, kept)
     _note([(sample, set())], divergences)
     places = range(kept[-1].place + 1)

@@ -15,7 +15,7 @@ Axes: P prompt ids of a turn, C its sampled ids, R everything after the first pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -117,14 +117,14 @@ def merge_turns(
     sizes = [_size_in_next(turns[k], prompts[k], prompts[k + 1], trim, k) for k in range(count - 1)]
     sizes.append(len(turns[count - 1].output_ids))
     kept = [Kept(turns[k], k, len(prompts[k]), sizes[k]) for k in range(count)]
-    kept, gap = before_gap(kept, patches_of, strict=True)
+    fields = replay_fields(turns[:count])
+    kept, gap = before_gap(kept, fields, patches_of, strict=True)
     if not kept:
         return Merged(None, "replay_gap", left_out=len(turns), gap=gap)
     last = kept[-1].place
     tokens = np.concatenate([prompts[last], as_ids(turns[last].output_ids)])
-    sample = assemble(
-        tokens, len(prompts[0]), kept, template, [patches_of(kept, n) for n in REPLAY]
-    )
+    patches = {name: patches_of(kept, name) for name in fields}
+    sample = assemble(tokens, len(prompts[0]), kept, template, patches)
     if accumulated is not None:
         whole = len(kept) == len(turns)
         _check_cursor(sample.tokens, accumulated, min(trim, kept[-1].size), whole=whole)
@@ -217,6 +217,14 @@ PatchesOf = Callable[[Sequence[Kept], str], list[Patch]]
 """(kept turns, replay field of a sample) -> its patches; of other turns too, where they help."""
 
 
+def replay_fields(turns: Sequence[TurnRecord]) -> list[str]:
+    """Return the replay fields (of a sample) that any of the turns has; the others are dormant."""
+    return [
+        name for name, of_turn in REPLAY.items()
+        if any(getattr(turn, of_turn) is not None for turn in turns)
+    ]  # fmt: skip
+
+
 def patches_of(kept: Sequence[Kept], name: str) -> list[Patch]:
     """Return the patches of one replay field (of a sample), in order."""
     return [patch_of_turn(one, name) for one in kept]
@@ -235,12 +243,13 @@ def patch_of_turn(one: Kept, name: str) -> Patch:
 
 
 def before_gap(
-    kept: list[Kept], patches_of: PatchesOf, *, strict: bool = False
+    kept: list[Kept], fields: Sequence[str], patches_of: PatchesOf, *, strict: bool = False
 ) -> tuple[list[Kept], str]:
     """Return the turns before the first that lacks replay rows, and what it lacks in words.
 
     Args:
         kept: in order.
+        fields: that any turn has.
         patches_of: gives the patches of a field.
         strict: every patch must begin where the ones before it end, and the turn that comes to be
             the last has its whole output.
@@ -249,7 +258,6 @@ def before_gap(
         MergeFault: `replay`: patches that do not join, or of differing shapes.
     """
     text = ""
-    fields = [name for name in REPLAY if any(p.replay for p in patches_of(kept, name))]
     while kept:
         end, lacking = _first_gap(kept, fields, patches_of, strict=strict)
         if end is None:
@@ -285,7 +293,7 @@ def assemble(
     offset: int,
     kept: Sequence[Kept],
     template: Sample | None,
-    patches: Sequence[Sequence[Patch]],
+    patches: Mapping[str, Sequence[Patch]],
 ) -> Sample:
     """Return the sample of `tokens` with the provenance of the kept turns, validated.
 
@@ -294,7 +302,7 @@ def assemble(
         offset: length of the first prompt.
         kept: at least one turn, in order of their starts, none overlapping another.
         template: as for `merge_turns`.
-        patches: of each field of `REPLAY`.
+        patches: of the replay fields that are not dormant.
 
     Raises:
         MergeFault: log-probs or per-token values that do not fit, or metadata that differs.
@@ -326,7 +334,7 @@ def assemble(
     sample.spec_info, sample.prefix_cache_info = spec, cache
     sample.logprob_mode = last.logprob_mode
     _add_optional(sample, offset, kept)
-    for name, of_field in zip(REPLAY, patches, strict=True):
+    for name, of_field in patches.items():
         setattr(sample, name, replay.joined(of_field, max(0, len(tokens) - 1)))
     sample.metadata = dict(sample.metadata)
     add_metadata(sample.metadata, [one.turn.metadata for one in kept])

@@ -412,3 +412,17 @@ def test_startup_refuses_to_leave_the_distribution_unless_told(tmp_path: Path) -
     (env,) = env_runtimes(allowed, renderer, {"default": None}).values()
     assert env.marks == ("top_p",)
     assert env.sampling.stop_token_ids == (2,)
+
+
+def test_startup_gives_generate_functions_the_policy_of_rewritten_history() -> None:
+    from rollstream.settings import Settings, WorkerTable
+    from worker.startup import env_runtimes
+
+    class Renderer:
+        stop_token_ids = (2,)
+
+    renderer: Any = Renderer()
+    for policy in ("reject", "fork", "keep_prefix"):
+        settings = Settings(worker=WorkerTable(on_divergence=policy))
+        (env,) = env_runtimes(settings, renderer, {"default": None}).values()
+        assert env.limits.on_divergence == policy
