@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import jinja2
 from jinja2 import nodes
@@ -53,10 +53,40 @@ class RenderError(ValueError):
     """A template could not be rendered; the message is the template's own where it has one."""
 
 
+class PlainTools:
+    """Tool specs as templates see them, made once for all renders with them.
+
+    Most templates write every spec as JSON; ten specs are most of what a render costs, so that
+    text is kept. Templates cannot change what they are given.
+    """
+
+    def __init__(self, tools: list[dict[str, Any]]) -> None:
+        """Copy the specs."""
+        self.data: list[Any] = plain_data(tools)
+        self._known = {id(self.data)}
+        for tool in self.data:
+            self._known.update(id(part) for part in (tool, *tool.values()))
+        self._texts: dict[tuple[Any, ...], str] = {}
+
+    def to_json(self, value: Any, *args: Any, **kwargs: Any) -> str:
+        """Return the JSON of `value`, from the last time where it is a spec."""
+        if id(value) not in self._known:
+            return to_json(value, *args, **kwargs)
+        key = (id(value), args, tuple(kwargs.items()))
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = to_json(value, *args, **kwargs)
+        return text
+
+
 class _Budget(threading.local):
-    """What the render of this thread may still cost."""
+    """What the render of this thread may still cost, and the tools it was given."""
 
     steps = 0
+    tools: PlainTools | None = None
+
+
+Specs: TypeAlias = list[dict[str, Any]] | PlainTools | None
 
 
 class ChatTemplate:
@@ -94,7 +124,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        tools: Specs,
         *,
         add_generation_prompt: bool,
         names: Mapping[str, Any],
@@ -103,17 +133,19 @@ class ChatTemplate:
 
         Args:
             messages: normalized; plain JSON types.
-            tools: normalized specs, None for none.
+            tools: normalized specs, None for none; `PlainTools` where they are used again.
             add_generation_prompt: end with the header of an assistant turn.
             names: what else the template sees: special tokens, options.
 
         Raises:
             RenderError: the template raised, or cost too much.
         """
-        self._budget.steps = MAX_STEPS
+        if isinstance(tools, list):
+            tools = PlainTools(tools)
+        self._budget.steps, self._budget.tools = MAX_STEPS, tools
         given: dict[str, Any] = {
             "messages": plain_data(messages),
-            "tools": plain_data(tools),
+            "tools": tools.data if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -299,8 +331,13 @@ def _environment(budget: _Budget, today: datetime | None) -> _Environment:
         return _sized(value)
 
     made.filters = {name: _bounded(name, filter_, budget) for name, filter_ in made.filters.items()}
+
+    def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
+        write = to_json if budget.tools is None else budget.tools.to_json
+        return write(value, *args, **kwargs)
+
     made.filters |= {
-        "tojson": _bounded("tojson", to_json, budget),
+        "tojson": _bounded("tojson", tojson, budget),
         "_counted": counted,
         "_sized": sized,
     }

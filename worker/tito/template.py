@@ -36,7 +36,10 @@ from .template_parse import ReplyParser
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from .sandbox import ChatTemplate
+    from .sandbox import ChatTemplate, PlainTools, Specs
+
+MAX_HELD_TOOLS = 64
+"""Sets of tool specs that are kept in the template's form: one for each environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class TemplateBackend:
             tokenizer, boundary, options.tool_parser, options.reasoning_parser
         )
         self._bos = self._find_bos(source)
-        self._specs: tuple[object, list[dict[str, Any]] | None] = (None, None)
+        self._specs: dict[tuple[int, ...], tuple[list[Message], PlainTools]] = {}
 
     @classmethod
     def load(
@@ -216,7 +219,7 @@ class TemplateBackend:
         if not messages:
             raise ValueError("a prompt needs at least one message")
         plain = self._adapted(messages)
-        specs = normalize_tools(tools, self.tokenizer)
+        specs = self._normal_specs(tools)
         try:
             text = self._text(plain, specs)
         except RenderError as error:
@@ -258,7 +261,11 @@ class TemplateBackend:
             messages = self._adapted(new_messages)
         except ValueError as error:
             raise MergeFault(f"cannot extend: {error}", detail="bad_message") from None
-        tail = self._turns.behind(messages, self._normal_specs(tools)).ids
+        try:
+            specs = self._normal_specs(tools)
+        except ValueError as error:
+            raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
+        tail = self._turns.behind(messages, specs).ids
         if self._bos is not None and self._bos in tail:
             raise MergeFault("the suffix has a BOS in it", detail="bos")
         sampled = completion.tolist()
@@ -291,7 +298,7 @@ class TemplateBackend:
     def _text(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
+        tools: Specs = None,
         *,
         prompt: bool = True,
     ) -> str:
@@ -302,20 +309,23 @@ class TemplateBackend:
         plain = normalize_messages(messages, self.tokenizer, self._parser.markup)
         return self._form.apply(plain, messages, self.tokenizer.escape)
 
-    def _normal_specs(self, tools: Sequence[Message] | None) -> list[dict[str, Any]] | None:
-        """Return the normalized specs; those of one run are the same object at every turn."""
+    def _normal_specs(self, tools: Sequence[Message] | None) -> PlainTools | None:
+        """Return the normalized specs; those of one environment are made once."""
+        from .sandbox import PlainTools
+
         if not tools:
             return None
-        held, specs = self._specs
-        if held is not tools:
-            try:
-                specs = normalize_tools(tools, self.tokenizer)
-            except ValueError as error:
-                raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
-            self._specs = (tools, specs)
-        return specs
+        key = tuple(map(id, tools))
+        found = self._specs.get(key)
+        if found is None:
+            specs = PlainTools(normalize_tools(tools, self.tokenizer) or [])
+            if len(self._specs) >= MAX_HELD_TOOLS:
+                self._specs.clear()
+            # What was given is held as well: while it lives, nothing else has its ids.
+            found = self._specs[key] = (list(tools), specs)
+        return found[1]
 
-    def _culprit(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
+    def _culprit(self, messages: list[dict[str, Any]], tools: Specs) -> int:
         """Return the first message with which the conversation cannot be rendered."""
         from .sandbox import RenderError
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from rollstream.errors import ConfigError
 from rollstream.sample import Message
 
-from .sandbox import RenderError
+from .sandbox import RenderError, Specs
 
 Plain = dict[str, Any]
 
@@ -47,9 +47,7 @@ ABSENT = _Absent.KEY
 class Render(Protocol):
     """Messages to text."""
 
-    def __call__(
-        self, messages: list[Plain], tools: list[Plain] | None = None, *, prompt: bool = True
-    ) -> str:
+    def __call__(self, messages: list[Plain], tools: Specs = None, *, prompt: bool = True) -> str:
         """Return the text, or raise `RenderError`."""
         ...
 
@@ -233,7 +231,7 @@ def _a_result(call_id: str = CALL_ID) -> Plain:
 def _text(
     render: Render,
     messages: list[Plain],
-    tools: list[Plain] | None = None,
+    tools: Specs = None,
     *,
     prompt: bool = True,
 ) -> str | None:
@@ -247,7 +245,7 @@ def _without(
     render: Render,
     messages: list[Plain],
     word: str,
-    tools: list[Plain] | None = None,
+    tools: Specs = None,
     *,
     prompt: bool = True,
 ) -> bool:

@@ -25,7 +25,7 @@ from rollstream.errors import ConfigError, MergeFault
 from .boundaries import DERIVED, ROLES, Boundary, check_roles, declared
 from .compare import describe, differences
 from .patterns import any_of
-from .sandbox import RenderError
+from .sandbox import RenderError, Specs
 from .template_form import CALL_ID, KEY, NAME, SAID, USER, Form, Plain, Render, a_tool
 from .tokenizer import CUT, Tokenizer
 
@@ -81,7 +81,7 @@ class Turns:
         roles = tuple(role for role in ROLES if role not in self.refused)
         self.boundary = replace(boundary, roles=roles)
 
-    def behind(self, messages: list[Plain], tools: list[Plain] | None) -> Behind:
+    def behind(self, messages: list[Plain], tools: Specs) -> Behind:
         """Return what the template writes for new messages.
 
         Args:
@@ -113,7 +113,7 @@ class Turns:
     def _behind(
         self,
         messages: list[Plain],
-        tools: list[Plain] | None,
+        tools: Specs,
         before: Sequence[Plain] = (),
         *,
         prompt: bool = True,
@@ -145,7 +145,7 @@ class Turns:
         beside = "calls beside text" not in self._form.drops
         return [user, self._form.assistant(MARK if beside else "", list(calls.values()))]
 
-    def _culprit(self, messages: list[Plain], tools: list[Plain] | None) -> int:
+    def _culprit(self, messages: list[Plain], tools: Specs) -> int:
         for count in range(1, len(messages)):
             try:
                 self._behind(messages[:count], tools)

@@ -404,3 +404,19 @@ def test_ids_that_end_a_generation_come_from_the_models_configuration(tmp_path: 
     folder = write_folder(tmp_path, template("toy"))
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 23, 999999]}')
     assert load(folder).stop_token_ids == (2, 3, 23)
+
+
+def test_specs_that_are_kept_between_renders_change_nothing(tmp_path: Path) -> None:
+    text = template("qwen_like").replace(
+        "{{- '\\n' ~ (tool | tojson) -}}",
+        "{{- '\\n' ~ (tool | tojson) ~ (tool.function | tojson(indent=1)) -}}",
+    )
+    assert text != template("qwen_like")
+    renderer = backend(tmp_path, text=text)
+    for names in ("ab", "cd", "ab", "dc", "a"):
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        fresh = load(tmp_path)
+        for _ in range(2):
+            ids = renderer.render(toy.HI, tools).tolist()
+            assert ids == fresh.render(toy.HI, tools).tolist()
+        assert renderer.decode(toy.array(ids)).count('"name": "') == 2 * len(names) + 1
