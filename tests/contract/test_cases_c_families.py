@@ -102,6 +102,17 @@ async def test_case_32_a_rehearsed_call_is_executed_once(name: str) -> None:
     assert len(run.requests) == 2
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if SPELLINGS[name].reasons])
+async def test_a_call_inside_unfinished_reasoning_is_not_executed(name: str) -> None:
+    spelling, tool = SPELLINGS[name], Recorder("look")
+    opener = "" if spelling.opened else spelling.think[0]
+    turn = f"{opener}I will do {spelling.calls([('look', {'word': 'a'})])}{spelling.calls_end}"
+    run = await ran(name, turn, tool=tool)
+    assert tool.calls == []
+    assert (len(run.requests), run.sample.stop_reason) == (1, StopReason.STOP)
+    assert "tool_calls" not in run.sample.metadata
+
+
 @every_family
 async def test_case_42_nothing_of_a_cut_turn_is_executed(name: str) -> None:
     tool, spelling = Recorder("look"), SPELLINGS[name]
