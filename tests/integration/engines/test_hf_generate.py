@@ -192,6 +192,27 @@ def test_draws_follow_the_distribution_in_every_mode_of_truncation() -> None:
             assert drawn.log_prob == pytest.approx(np.log(share), abs=1e-5)
 
 
+@pytest.mark.parametrize("size", [5, 1024, 1025, 2500])
+def test_draw_is_where_the_whole_cumulative_distribution_passes_the_uniform_number(
+    size: int,
+) -> None:
+    torch.manual_seed(size)
+    logits = torch.randn(300, size) * 3
+    logits[:, torch.randperm(size)[: size // 2]] = -torch.inf
+    rows = [Row(Params(), 9, i, Counter(), frozenset()) for i in range(300)]
+    draws = draw(logits, rows, LogprobMode.TEMPERATURE)
+    whole = torch.softmax(logits.double(), -1).cumsum(-1)
+    for i, drawn in enumerate(draws):
+        assert drawn.token is not None
+        number = uniform(9, i)
+        high = float(whole[i, drawn.token])
+        low = float(whole[i, drawn.token - 1]) if drawn.token else 0.0
+        assert low - 1e-6 <= number <= high + 1e-6
+        assert high > low
+        alone = draw(logits[i : i + 1], [rows[i]], LogprobMode.TEMPERATURE)
+        assert alone[0].token == drawn.token
+
+
 async def test_temperature_0_takes_the_likeliest_and_reports_the_log_probs_of_temperature_1(
     hf: Hf, reference: Reference
 ) -> None:

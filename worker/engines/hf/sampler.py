@@ -36,6 +36,10 @@ class LogprobMode(StrEnum):
     """log softmax(logits) of the model itself."""
 
 
+BLOCK = 1024
+"""Ids whose probabilities are summed at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What one request asks of the sampler now."""
@@ -74,24 +78,21 @@ def draw(logits: torch.Tensor, rows: Sequence[Row], mode: LogprobMode) -> list[D
     logits = logits.float()
     if logits.device.type == "mps":  # it has no float64
         logits = logits.cpu()
-    changed = _change_logits(logits, rows)
-    temperatures = torch.tensor(
-        [row.params.temperature for row in rows], dtype=torch.float32, device=logits.device
-    )
-    log_probs = torch.log_softmax(changed / temperatures[:, None], dim=-1)
-    broken = torch.isnan(log_probs).any(dim=-1)
+    log_probs = torch.log_softmax(_cooled(_change_logits(logits, rows), rows), dim=-1)
+    broken = log_probs.sum(dim=-1).isnan()  # NaN or infinite anywhere in the row
     probs = log_probs.exp()
     cut = [i for i, row in enumerate(rows) if row.params.truncates and not row.params.greedy]
     if cut:
         probs[cut] = _truncate(probs[cut], [rows[i].params for i in cut])
     tokens = _invert(probs, rows)
     greedy = torch.tensor([row.params.greedy for row in rows], device=logits.device)
-    tokens = torch.where(greedy, log_probs.argmax(dim=-1), tokens)
+    if any(row.params.greedy for row in rows):
+        tokens = torch.where(greedy, log_probs.argmax(dim=-1), tokens)
     if mode is LogprobMode.RAW:
         log_probs = torch.log_softmax(logits, dim=-1)
     chosen = log_probs.gather(1, tokens[:, None])[:, 0]
     if mode is LogprobMode.PROCESSED:
-        chosen = chosen - probs.double().sum(dim=-1).log().float()
+        chosen = chosen - probs.sum(dim=-1, dtype=torch.float64).log().float()
         chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
     return [
         Draw(None if bad else token, log_prob)
@@ -99,6 +100,14 @@ def draw(logits: torch.Tensor, rows: Sequence[Row], mode: LogprobMode) -> list[D
             tokens.tolist(), chosen.tolist(), broken.tolist(), strict=True
         )
     ]
+
+
+def _cooled(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Return logits / T."""
+    temperatures = [[row.params.temperature] for row in rows]
+    if all(one == [1.0] for one in temperatures):
+        return logits
+    return logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
 
 
 def _change_logits(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -147,17 +156,33 @@ def _truncate(probs: torch.Tensor, params: Sequence[Params]) -> torch.Tensor:
 
 
 def _invert(probs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Return [B] ids: where each row's cumulative probability passes its uniform number."""
-    cumulative = probs.double().cumsum(dim=-1)
-    total = cumulative[:, -1:].contiguous()
-    numbers = torch.tensor(
-        [[uniform(row.seed, row.position)] for row in rows],
-        dtype=torch.float64,
-        device=probs.device,
-    )
-    tokens = torch.searchsorted(cumulative, numbers * total, right=True)
-    last = torch.searchsorted(cumulative, total)  # the last id with any probability
-    return torch.minimum(tokens, last).clamp(max=probs.shape[-1] - 1)[:, 0]
+    """Return [B] ids: where each row's cumulative probability passes its uniform number.
+
+    In two steps, over blocks and within one: summing a vocabulary's prefixes in float64 would cost
+    more than a small model's forward pass. Every row is summed in the same order in any batch.
+    """
+    size = probs.shape[-1]
+    whole = size // BLOCK
+    sums = probs[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(dim=-1, dtype=torch.float64)
+    if size > whole * BLOCK:
+        rest = probs[:, whole * BLOCK :].sum(dim=-1, keepdim=True, dtype=torch.float64)
+        sums = torch.cat([sums, rest], dim=1)
+    numbers = [[uniform(row.seed, row.position)] for row in rows]
+    ends = sums.cumsum(dim=-1)
+    wanted = torch.tensor(numbers, dtype=torch.float64, device=probs.device) * ends[:, -1:]
+    block = _first_above(ends, wanted)
+    wanted = (wanted - (ends - sums).gather(1, block)).clamp(min=0.0)
+    ids = block * BLOCK + torch.arange(BLOCK, device=probs.device)[None, :]
+    inside = probs.gather(1, ids.clamp(max=size - 1)).double().masked_fill(ids >= size, 0.0)
+    within = _first_above(inside.cumsum(dim=-1), wanted)
+    return (block * BLOCK + within)[:, 0].clamp(max=size - 1)
+
+
+def _first_above(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return [B, 1] indices: the first end above what is wanted, at most the last that rises."""
+    total = ends[:, -1:].contiguous()
+    found = torch.searchsorted(ends, wanted, right=True)
+    return torch.minimum(found, torch.searchsorted(ends, total)).clamp(max=ends.shape[-1] - 1)
 
 
 def scores(logits: torch.Tensor, targets: Sequence[int]) -> list[float]:
