@@ -13,11 +13,11 @@ scanner decodes every prefix of it).
 
 from __future__ import annotations
 
-import json
 import re
 from types import SimpleNamespace
 from typing import Any
 
+from ..calls import strict_json
 from .strict import Rules, Strict, lost_attempt
 
 MARK = "｜DSML｜"
@@ -150,7 +150,7 @@ def _read_parameters(body: str, arguments: dict[str, Any]) -> tuple[str, str]:
         value: Any = text
         if found[2] == "false":
             try:
-                value = json.loads(text)
+                value = strict_json(text)
             except (ValueError, RecursionError):
                 status = "malformed_structure"  # it says that it is JSON, and is none
         if name in arguments:

@@ -22,10 +22,34 @@ _RULES = Rules(
 )
 
 
+class _Glm(Strict):
+    def _judge(self, call: Any, ids: list[int]) -> None:
+        # The package leaves out what stands between arguments, and gives the first of two keys
+        # the value of the second.
+        start, end = call.token_span
+        marks = [self._tokenizer.token_id(mark) for mark in _CALL[2:]]
+        block = ids[start + 1 : end - 1]
+        found = [(place, number) for place, number in enumerate(block) if number in marks]
+        whole = [number for _, number in found] == marks * (len(found) // 4)
+        between = [
+            self._tokenizer.decode(block[place + 1 : following])
+            for (place, number), following in zip(
+                found, [*(place for place, _ in found[1:]), len(block)], strict=True
+            )
+            if number in (marks[1], marks[3])
+        ]
+        if (
+            not whole
+            or any(text.strip() for text in between)
+            or (len(call.arguments) != len(found) // 4)
+        ):
+            call.status = "malformed_structure"
+
+
 def _glm(tokenizer: Any, family: Family) -> Strict:
     # Without thinking the package's parser begins behind the reasoning, and knows no markers.
     rules = replace(_RULES, behind_closer=family.thinking)
-    return Strict(tokenizer, package(family, tokenizer), rules)
+    return _Glm(tokenizer, package(family, tokenizer), rules)
 
 
 def _family(

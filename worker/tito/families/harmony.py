@@ -18,6 +18,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+from ..calls import strict_json
 from .schema import tools_text
 from .strict import lost_attempt
 
@@ -260,7 +261,7 @@ def _function(name: str) -> str:
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
+        return strict_json(text)
     except (ValueError, RecursionError):
         return text
 

@@ -24,7 +24,8 @@ _CALL = (
 _MEDIA = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
 _THINK = ("<think>", "</think>")
 _ID = re.compile(r"functions\.[^:]+:\d+")
-_RULES = Rules(close=_CLOSE, attempt=_CALL[0], reasoning=_THINK)
+_JSON = re.compile(r"<\|tool_call_argument_begin\|>(.*)", re.DOTALL)
+_RULES = Rules(close=_CLOSE, attempt=_CALL[0], reasoning=_THINK, json_body=_JSON)
 
 
 class _Kimi(Strict):
@@ -46,7 +47,7 @@ class _Kimi(Strict):
     def _suffix(
         self, messages: list[dict[str, Any]], sampled: list[int], tools: list[Any] | None
     ) -> list[int] | None:
-        if any(message["role"] == "tool" for message in messages):
+        if any(m["role"] == "tool" and not m.get("tool_call_id") for m in messages):
             calls = self.parse_response(sampled).tool_calls
             messages = _with_ids(messages, [call.id for call in calls if call.id])
         return super()._suffix(messages, sampled, tools)

@@ -6,10 +6,10 @@ any marker. What begins like a call (`{"name": …`) is an attempt; other JSON i
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from ..calls import strict_json
 from .family import CallForm, Family, Proof
 from .strict import Rules, Strict, lost_attempt, package
 
@@ -24,7 +24,9 @@ _TOKENS: dict[str, int | None] = {
     "<|python_tag|>": 128010,
 }
 _RULES = Rules(close=_CLOSE, parallel_calls=False)
-_ATTEMPT = re.compile(r'(?:<\|python_tag\|>)?\s*(\{\s*"name"\s*:.*)', re.DOTALL)
+_ATTEMPT = re.compile(
+    r'(?:<\|python_tag\|>)?\s*(\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:.*)', re.DOTALL
+)
 
 
 class _Llama(Strict):
@@ -37,7 +39,7 @@ class _Llama(Strict):
             return text, []
         call = lost_attempt(found[1], (start, len(ids)))
         try:
-            said = json.loads(found[1])
+            said = strict_json(found[1])
         except (ValueError, RecursionError):
             call.status, call.arguments = "invalid_json", found[1]
             return "", [call]

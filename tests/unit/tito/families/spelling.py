@@ -147,6 +147,7 @@ _DEEPSEEK = {
     "no JSON": _deepseek([("look", {"word": "né"})]).replace('né"}', 'né"'),
     "no call": "<｜tool▁calls▁begin｜>look<｜tool▁calls▁end｜>",
     "no name": _deepseek([("", {"word": "né"})]),
+    "one name twice": _deepseek([("look", {"a": 1, "b": 2})]).replace('"b"', '"a"'),
 }
 _DSML = {
     "no end": _dsml([("look", {"word": "né"})]).partition("</｜DSML｜invoke>")[0],
@@ -160,6 +161,14 @@ _GLM = {
     "no end": _glm([("look", {"word": "né"})]).partition("</tool_call>")[0],
     "no value end": _glm([("look", {"word": "né"})]).replace("</arg_value>", ""),
     "no name": _glm([("", {"word": "né"})]),
+    "no key": _glm([("look", {"a": "1"})]).replace(
+        "</tool_call>", "<arg_value>2</arg_value></tool_call>"
+    ),
+    "two keys": _glm([("look", {"a": "1"})]).replace(
+        "<arg_value>", "<arg_key>b</arg_key><arg_value>"
+    ),
+    "a piece left over": _glm([("look", {"a": "1"})]).replace("</arg_key>", "</arg_key>and"),
+    "one argument twice": _glm([("look", {"a": "1", "b": "2"})]).replace(">b<", ">a<"),
 }
 _KIMI = {
     "no end": _kimi([("look", {"word": "né"})]).partition("<|tool_call_end|>")[0],
@@ -168,6 +177,7 @@ _KIMI = {
     "no arguments": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
     "<|tool_call_end|><|tool_calls_section_end|>",
     "no name": _kimi([("", {"word": "né"})]),
+    "one name twice": _kimi([("look", {"a": 1, "b": 2})]).replace('"b"', '"a"'),
 }
 _MINIMAX = {
     "no end": _minimax([("look", {"word": "né"})]).partition("</minimax:tool_call>")[0],
@@ -189,10 +199,12 @@ _LLAMA = {
     "no JSON": _llama([("look", {"word": "né"})])[:-1],
     "two calls": _llama([("look", {}), ("look", {})]),
     "no object": '{"name": "look", "parameters": [1]}',
+    "one name twice": _llama([("look", {"a": 1, "b": 2})]).replace('"b"', '"a"'),
 }
 _GPT_OSS = {
     "no JSON": "<|channel|>commentary to=functions.look<|message|>" + _JSON_BROKEN,
     "no object": "<|channel|>commentary to=functions.look<|message|>[1]",
+    "one name twice": _gpt_oss([("look", {"a": 1, "b": 2})]).replace('"b"', '"a"'),
     "no function": '<|channel|>commentary to=browser.open<|message|>{"id": 1}',
     "no name": '<|channel|>commentary to=functions.<|message|>{"id": 1}',
 }

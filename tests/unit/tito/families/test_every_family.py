@@ -321,6 +321,42 @@ def test_gpt_oss_ends_stay_as_sampled_and_results_need_their_function(name: str)
     assert "functions.unknown" in text_of(renderer, nameless)
 
 
+@pytest.mark.parametrize(
+    ("sampled", "closing"),
+    [
+        ("", "<|channel|>final<|message|><|end|>"),
+        (" to=functions.look", "<|channel|>final<|message|><|end|>"),
+        ("<|channel|>ana", "<|message|><|end|>"),
+        ("<|channel|>analysis<|message|>Hm", "<|end|>"),
+        ("<|channel|>analysis<|message|>Hm<|end|>", ""),
+        (
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assi",
+            "<|channel|>final<|message|><|end|>",
+        ),
+        ("<|channel|>final<|message|>Born<|return|> no", "<|end|>"),
+    ],
+)
+def test_gpt_oss_a_turn_that_was_cut_becomes_whole_messages(sampled: str, closing: str) -> None:
+    renderer = toyvocab.renderer("gpt-oss")
+    suffix = extended(
+        renderer,
+        opening("gpt-oss"),
+        ids_of("gpt-oss", sampled),
+        [{"role": "system", "content": "S"}],
+    )
+    assert text_of(renderer, suffix) == (
+        f"{closing}<|start|>developer<|message|># Instructions\n\nS<|end|><|start|>assistant"
+    )
+
+
+@pytest.mark.parametrize("end", ["", "<|end|>", "<|return|>", "<|start|>"])
+def test_gpt_oss_a_call_without_its_own_end_is_not_executed(end: str) -> None:
+    renderer = toyvocab.renderer("gpt-oss")
+    call = '<|channel|>commentary to=functions.look<|message|>{"word": "né"}'
+    found = renderer.parse(as_ids(ids_of("gpt-oss", call + end)), as_ids(opening("gpt-oss")), TOOLS)
+    assert [(one.name, one.problem) for one in found.tool_calls] == [("look", ProblemKind.UNCLOSED)]
+
+
 # --- control strings -----------------------------------------------------------------------------
 @every_family
 def test_control_strings_of_anybody_s_text_are_never_control_ids(name: str) -> None:

@@ -167,6 +167,7 @@ def test_llama_json_that_is_no_call_is_an_answer() -> None:
     for text, problem in (
         ('{"name": "look"}', None),
         ('<|python_tag|>{"name": "look", "arguments": {}}', None),
+        ('{"type": "function", "name": "look", "parameters": {}}', None),
         ('{"name": "look", "parameters": {"word": }}', ProblemKind.INVALID_JSON),
         ('{"name": 3, "parameters": {}}', ProblemKind.NO_NAME),
     ):
