@@ -217,6 +217,33 @@ async def test_case_70_an_empty_abort_adds_nothing() -> None:
 
 
 @variants
+async def test_an_abort_behind_the_end_of_a_reply_samples_nothing_more_of_it(
+    generate: Any,
+) -> None:
+    first = await attempt(Says(A2, "abort"), generate=generate)
+    assert first.sample.status is Status.ABORTED
+    second = await attempt(held=first.sample, generate=generate)
+    assert second.requests == []
+    assert second.sample.tokens.tolist() == P0 + A2
+    assert (second.sample.status, second.sample.stop_reason) == (Status.COMPLETED, StopReason.STOP)
+
+
+async def test_an_abort_behind_a_whole_call_goes_on_with_its_result() -> None:
+    tools = [FunctionTool(f)]
+    fields: dict[str, Any] = {"tools": tools, "max_response": None, "limits": {"max_turns": 2}}
+    first = await attempt(Says(A1, "abort"), **fields)
+    second = await attempt(Says([30], "abort"), held=first.sample, **fields)
+    assert second.prompts == [P0 + A1 + O1]
+    third = await attempt(Says([31, 2], matched=CLOSE), held=second.sample, **fields)
+    assert third.prompts == [[*P0, *A1, *O1, 30]]
+    assert third.requests[0]["sampling_params"]["max_new_tokens"] == 31
+    assert third.sample.tokens.tolist() == [*P0, *A1, *O1, 30, 31, 2]
+    assert [call["turn"] for call in third.sample.metadata["tool_calls"]] == [0]
+    seeds = [run.requests[0]["sampling_params"]["sampling_seed"] for run in (first, second, third)]
+    assert seeds[1] == seeds[2] != seeds[0]
+
+
+@variants
 @pytest.mark.parametrize("over", ["process", "http"])
 async def test_case_71_a_cut_in_the_first_turn_ends_the_trajectory_everywhere(
     generate: Any, over: str

@@ -66,12 +66,15 @@ class _MultiTurn:
     async def _turns(self) -> StopReason:
         """Run turns until one ends the trajectory, and return why."""
         limits = self.given.limits
+        is_held = self.rollout.holds_whole_reply
         while True:
-            reply = await self.rollout.call()
-            if reply.completion is not None:
-                self.rollout.keep_reply()
-            if reply.ended is not None or reply.completion is None:
-                return reply.ended or StopReason.STOP
+            if not is_held:
+                reply = await self.rollout.call()
+                if reply.completion is not None:
+                    self.rollout.keep_reply()
+                if reply.ended is not None or reply.completion is None:
+                    return reply.ended or StopReason.STOP
+            is_held = False
             message = await self._parse()
             if not message.tool_calls:
                 return StopReason.STOP

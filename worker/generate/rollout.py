@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollstream.errors import STATUS_OF, EngineFault, Status, StopReason
-from rollstream.sample import Message, Sample
+from rollstream.sample import Message, Sample, TokenIds
 
 from ..engines.faults import Detail
 from ..offload import decode
@@ -68,7 +68,14 @@ class LinearRollout:
             raise ValueError("the prompt is empty: it has no token to go on from")
         self._salt: int | None = calls[0].dispatched_version if calls else None
         """The version at the first call: later calls find the cache of the earlier ones."""
-        self.turn = sum(call.finish != Finish.ABORT for call in calls)
+        goes_on = bool(calls) and calls[-1].finish == Finish.ABORT
+        goes_on = goes_on and calls[-1].end == self.trajectory.num_tokens
+        self.holds_whole_reply = self.is_resumed and self._is_closed(
+            self.trajectory.last_completion()
+        )
+        """Whether the earlier attempt was stopped behind a reply that had ended by itself: there
+        is nothing to sample before what follows it."""
+        self.turn = self.trajectory.num_turns - (goes_on and not self.holds_whole_reply)
         """The turn that the next call belongs to, from 0; a resumed one goes on."""
         asked = len(as_messages(pending.prompt))
         self.messages: list[Message] = self.noted("messages", list)[asked:]
@@ -83,16 +90,8 @@ class LinearRollout:
             self.given.sampling,
             held=held,
             response=response,
-            turn=self._sampled_of_turn(),
+            turn=len(self.trajectory.last_completion()),
         )
-
-    def _sampled_of_turn(self) -> int:
-        sampled = 0
-        for call in reversed(self.trajectory.calls):
-            if call.finish != Finish.ABORT:
-                break
-            sampled += call.end - call.start
-        return sampled
 
     async def call(self) -> Reply:
         """Make the next call, if there is room for it, and keep what it brought.
@@ -145,14 +144,15 @@ class LinearRollout:
         if completion.finish is Finish.LENGTH:
             # Cut before our own cap: the engine's context is smaller than ours says.
             return room.bound if length >= room.tokens else StopReason.CONTEXT_LENGTH
-        if length >= room.tokens and completion.matched is None and not self._is_closed(completion):
+        is_cut = completion.matched is None and not self._is_closed(completion.ids)
+        if length >= room.tokens and is_cut:
             return room.bound  # the count says what the finish reason hides
         return None
 
-    def _is_closed(self, completion: Completion) -> bool:
+    def _is_closed(self, ids: TokenIds) -> bool:
         given = self.given
         closing = (*given.renderer.stop_token_ids, *given.sampling.stop_token_ids)
-        return len(completion.ids) > 0 and int(completion.ids[-1]) in closing
+        return len(ids) > 0 and int(ids[-1]) in closing
 
     def noted(self, key: str, kind: type[Kind]) -> Kind:
         """Return a copy of what an earlier attempt of a resumed trajectory noted, else nothing."""

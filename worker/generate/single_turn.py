@@ -1,7 +1,7 @@
 """The generate function `single_turn`: one call, and the sample is what it sampled.
 
 Owns nothing but the order of the steps. Never parses the reply: a tool call in it is text.
-Invariant: exactly one request, or none where there is no room for one.
+Invariant: exactly one request, or none where there is no room for one or the reply is there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ async def single_turn(given: GenerateInput) -> GenerateOutput:
         EngineFault: no engine answered sensibly.
     """
     rollout = LinearRollout(given)
+    if rollout.holds_whole_reply:
+        return await rollout.finish(StopReason.STOP)
     reply = await rollout.call()
     if reply.completion is not None:
         rollout.keep_reply()
