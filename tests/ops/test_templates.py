@@ -111,9 +111,7 @@ def test_control_strings_of_people_stay_text_in_published_vocabularies(
                 ours.extend(ours.encode_raw(""), ours.encode_raw("x"), plain, None),
             ),
         ):
-            controls = [
-                [n for n in each.tolist() if n in ours.control_ids] for each in (ids, usual)
-            ]
+            found = [[n for n in each.tolist() if n in ours.control_ids] for each in (ids, usual)]
             assert found[0] == found[1], token
 
 
