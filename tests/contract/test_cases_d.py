@@ -53,6 +53,7 @@ async def attempted(
 
 def delivered(ending: Ending) -> Sample:
     assert ending.report is Report.COMPLETE, ending.error
+    assert ending.stop_reason is not StopReason.AGENT_ERROR, ending.error
     (sample,) = leaves_of(ending.trajectory)  # type: ignore[arg-type]
     return sample
 

@@ -135,7 +135,7 @@ async def test_a_function_that_is_right_is_delivered_with_every_call_checked(
     generate: Generate,
 ) -> None:
     ending, fidelity = await ran(generate)
-    assert ending.report is Report.COMPLETE, ending.error
+    assert (ending.report, ending.stop_reason) == (Report.COMPLETE, StopReason.STOP), ending.error
     assert ending.trajectory is not None
     num_calls = sum(len(leaf.calls) for leaf in leaves_of(ending.trajectory))
     assert fidelity.counters.checked == num_calls > 0
@@ -151,7 +151,7 @@ async def test_calls_that_nobody_here_sent_are_unknown_and_delivered() -> None:
         return GenerateOutput(sample)
 
     ending, fidelity = await ran(elsewhere)
-    assert ending.report is Report.COMPLETE
+    assert (ending.report, ending.stop_reason) == (Report.COMPLETE, StopReason.STOP), ending.error
     assert (fidelity.counters.checked, fidelity.counters.unknown) == (0, 2)
 
 
@@ -307,6 +307,26 @@ async def test_requests_that_are_written_anew_each_time_are_checked_from_end_to_
     assert fidelity.counters.mismatches[kind] == 1
 
 
+async def test_a_request_written_anew_with_another_beginning_is_caught_at_its_beginning() -> None:
+    async def generate(given: GenerateInput) -> GenerateOutput:
+        """Send another third prompt token in the second request than the first one had."""
+        trajectory = Trajectory(given.prompt, (2,))
+        first = await given.engine.generate(
+            trajectory.request(), Sampling(), routing_key="k", version=0
+        )
+        trajectory.add_completion(first, dispatched_version=0, sampling={})
+        trajectory.add_observation(np.array(O1, dtype=np.int32))
+        ids = [*P0[:3], 1105, *P0[4:], *A1, *O1]
+        request = RequestIds([ids_json(np.array(ids, np.int32))], len(ids))
+        second = await given.engine.generate(request, Sampling(), routing_key="k", version=0)
+        trajectory.add_completion(second, dispatched_version=0, sampling={})
+        return GenerateOutput(trajectory.write_to(given.sample))
+
+    ending, fidelity = await ran(generate)
+    assert "at token 3 of call" in ending.error
+    assert fidelity.counters.mismatches[Kind.PREFIX] == 1
+
+
 async def test_one_wrong_leaf_fails_the_whole_member_and_is_named() -> None:
     async def generate(given: GenerateInput) -> GenerateOutput:
         output = await two_leaves(given)
@@ -333,7 +353,7 @@ async def test_what_was_sampled_cannot_be_changed_in_place() -> None:
         return await single_turn(given)
 
     ending, _ = await ran(generate, *TWO)
-    assert ending.report is Report.COMPLETE, ending.error
+    assert ending.stop_reason is StopReason.STOP, ending.error
 
 
 async def test_a_prompt_whose_json_is_of_other_ids_is_caught_for_every_member() -> None:
@@ -356,7 +376,7 @@ async def test_the_shared_prompt_is_compared_once_and_every_sample_all_the_same(
         stage = a_stage(engine, single_turn)
         work = a_work(stage.book)
         proven = [work.group.is_prompt_proven]
-        assert (await stage.rollout.run(work)).report is Report.COMPLETE
+        assert (await stage.rollout.run(work)).stop_reason is StopReason.STOP
         assert [*proven, work.group.is_prompt_proven] == [False, True]
 
         stage.rollout._finish = _with_another_prompt
