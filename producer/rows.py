@@ -195,9 +195,30 @@ def _message_problem(message: Any) -> str:
         return f"role {role!r} is not one of {', '.join(ROLES)}"
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return ""
+    if isinstance(content, list) and content and all(map(_is_text_part, content)):
+        return ""
     if content is None:
         return "content is missing"
     return "content is not text (other kinds are not supported)"
+
+
+def _is_text_part(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def texts_of(prompt: Any) -> list[str]:
+    """Return the texts of a prompt that passed: itself, or the content of every message."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [_text_of(message.get("content")) for message in prompt]
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
 
 
 def _is_int(value: Any) -> bool:

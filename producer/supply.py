@@ -18,7 +18,7 @@ from rollstream.group import PromptGroup
 from rollstream.queue.calls import ScriptCall, enqueue, skip
 
 from .order import Order
-from .rows import RowRules
+from .rows import RowRules, texts_of
 from .sources import BadRow, Row, Source
 
 SHOWN_BAD_ROWS = 10
@@ -127,8 +127,7 @@ class TokenLimit:
 
     def count(self, group: PromptGroup) -> int:
         """Return the tokens of a prompt's text."""
-        prompt = group.prompt
-        texts = [prompt] if isinstance(prompt, str) else [m.get("content") or "" for m in prompt]
+        texts = texts_of(group.prompt)
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return sum(len(encoding.ids) for encoding in encodings)
 

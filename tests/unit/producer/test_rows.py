@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from producer.rows import RowRules
+from producer.rows import RowRules, texts_of
 from producer.sources import BadRow, Row
 from rollstream.errors import ConfigError
 from rollstream.group import PromptGroup
@@ -72,6 +72,7 @@ def test_null_columns_count_as_absent() -> None:
     [
         " ",
         [{"role": "user", "content": ""}],
+        [{"role": "user", "content": [{"type": "text", "text": t} for t in ("h", "i")]}],
         [*USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
          {"role": "tool", "content": "8", "tool_call_id": "1"}],
         [*USER, {"role": "assistant", "content": "few-shot"}, *USER],
@@ -79,6 +80,14 @@ def test_null_columns_count_as_absent() -> None:
 )  # fmt: skip
 def test_prompts_that_look_odd_but_are_valid_pass(prompt: Any) -> None:
     assert group_of({"prompt": prompt}).prompt == prompt
+
+
+def test_texts_of_a_prompt_are_what_its_messages_say() -> None:
+    parts = [{"type": "text", "text": t} for t in ("h", "i")]
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [{}]},
+                {"role": "user", "content": parts}]  # fmt: skip
+    assert texts_of(messages) == [USER[0]["content"], "", "hi"]
+    assert texts_of("raw") == ["raw"]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +105,9 @@ def test_prompts_that_look_odd_but_are_valid_pass(prompt: Any) -> None:
         ({"prompt": [{"role": "human", "content": "hi"}]}, "role 'human' is not one of"),
         ({"prompt": [{"role": "user"}]}, "message 0: content is missing"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content is not text"),
+        ({"prompt": [{"role": "user", "content": []}]}, "content is not text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "content is not text"),
+        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "content is not text"),
         ({"prompt": "hi", "n": 0}, "n: 0: expected a whole number from 1 to 4096"),
         ({"prompt": "hi", "n": 4097}, "n: 4097"),
         ({"prompt": "hi", "n": "8"}, "n: '8'"),
