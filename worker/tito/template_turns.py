@@ -16,6 +16,7 @@ user turns fail this is refused; another role that fails is not taken, with the 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,9 @@ from .tokenizer import CUT, Tokenizer
 MARK = CUT + CUT
 """Two cuts side by side: `escape` writes one inside a control string, so never two."""
 NEW = "quxnew"
-_RUN = re.compile(r"[A-Za-z0-9]{1,32}")
+_WORD = re.compile(r"[A-Za-z0-9]{1,32}")
+_ANYTHING = re.compile(r"\S{1,32}")
+_LOOKED_AT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +170,15 @@ class Turns:
             text = text.replace(CUT, "")
         place = 0
         for index, message in enumerate(messages):
-            run = _RUN.search(message["content"].replace(CUT, ""))
-            if run is None:
-                continue
-            place = text.find(run[0], place)
-            if place < 0:
+            spelled = _spellings(message["content"].replace(CUT, ""))
+            found = [at for piece in spelled if (at := text.find(piece, place)) >= 0]
+            if spelled and not found:
                 raise MergeFault(
                     f"cannot extend: the chat template does not write the text of message {index} "
                     f"(role {message['role']!r})",
                     detail="lost_message",
                 )
-            place += len(run[0])
+            place = min(found, default=place)
 
     def _try(self, role: str) -> str:
         """Return why a role cannot be appended, empty where it can."""
@@ -344,6 +345,21 @@ def _said(boundary: Boundary, tokenizer: Tokenizer) -> str:
 def _more(text: str, beginning: str) -> str:
     """Return the generation prompt: what a template writes more when it is asked for it."""
     return text[len(beginning) :] if text.startswith(beginning) else ""
+
+
+def _spellings(text: str) -> list[str]:
+    """Return a piece of a message as it may stand in a suffix: itself, or in JSON.
+
+    The longest word near the beginning; where there is no word, whatever is there.
+    """
+    beginning = text[:_LOOKED_AT_CHARS]
+    words = _WORD.findall(beginning)
+    if words:
+        return [max(words, key=len)]
+    found = _ANYTHING.search(beginning)
+    if found is None:
+        return []
+    return [found[0], *(json.dumps(found[0], ensure_ascii=a)[1:-1] for a in (False, True))]
 
 
 def _after(text: str) -> str:

@@ -89,6 +89,28 @@ def test_case_13_template_that_loses_the_turn_is_a_fault_not_silence(
     assert 1112 in renderer.extend(toy.array(toy.P0), reply, said, None)
 
 
+@pytest.mark.parametrize("said", ["日本", "🙂", "?!", '"', " \\ ", "é\n", "a", "ok " * 500])
+@pytest.mark.parametrize("form", ["", " | tojson", " | tojson(ensure_ascii=true)"])
+def test_case_13_no_text_is_taken_for_lost_that_is_there(
+    tmp_path: Path, said: str, form: str
+) -> None:
+    shown = f"(message.content{form} if message.role == 'user' else message.content)"
+    text = template("toy").replace("~ message.content", f"~ {shown}")
+    renderer = backend(tmp_path, text=text)
+    new = [{"role": "user", "content": said}, {"role": "user", "content": ""}]
+    assert renderer.extend(toy.array(toy.P0), toy.array(toy.A1), new, None).size
+
+
+@pytest.mark.parametrize("said", ["日本", "🙂", "?!"])
+def test_case_13_text_without_words_is_missed_as_well(tmp_path: Path, said: str) -> None:
+    text = template("toy").replace("~ message.content", "~ (message.content if hide != it else '')")
+    text = text.replace("hide != it", f"message.content != {said!r}")
+    renderer = backend(tmp_path, text=text)
+    new = [*toy.OK, {"role": "user", "content": said}]
+    with pytest.raises(MergeFault, match="does not write the text of message 1"):
+        renderer.extend(toy.array(toy.P0), toy.array(toy.A1), new, None)
+
+
 @pytest.mark.parametrize("name", ["toy", "items", "qwen_like", "text_arguments", "glm_like"])
 def test_case_15_null_and_absent_content_are_the_empty_text(tmp_path: Path, name: str) -> None:
     renderer = backend(tmp_path, name)
