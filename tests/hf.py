@@ -107,7 +107,9 @@ class Hf:
 
     async def post(self, path: str, body: Any = None, **words: Any) -> httpx.Response:
         async with httpx.AsyncClient(timeout=40.0, verify=False) as client:
-            return await client.post(self.url + path, json={} if body is None else body, **words)
+            if "content" not in words:
+                words["json"] = {} if body is None else body
+            return await client.post(self.url + path, **words)
 
     async def get(self, path: str) -> httpx.Response:
         async with httpx.AsyncClient(timeout=40.0, verify=False) as client:

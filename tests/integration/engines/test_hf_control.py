@@ -37,7 +37,7 @@ import torch  # noqa: E402 - only where it is there
 
 from rollstream.errors import EngineFault  # noqa: E402
 from worker.engines.faults import Detail  # noqa: E402
-from worker.engines.hf.sampler import draw  # noqa: E402
+from worker.engines.hf.sampler import draw, scores  # noqa: E402
 from worker.engines.pool import EnginePool, RetryPolicy  # noqa: E402
 from worker.sampling import Sampling  # noqa: E402
 from worker.types import Completion, Finish, RequestIds  # noqa: E402
@@ -287,12 +287,16 @@ async def test_folder_that_does_not_fit_is_refused_and_the_old_weights_go_on(
     hf: Hf, folders: list[Path], references: list[Reference], tmp_path: Path
 ) -> None:
     other = write_model(tmp_path / "other", hidden_size=32)
+    turned = write_model(
+        tmp_path / "turned", 1, rope_parameters={"rope_type": "default", "rope_theta": 77.0}
+    )
     broken = write_model(tmp_path / "broken", 1)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     cases = {
         "/nowhere": "is not a folder",
-        str(other): "embed_tokens.weight is [1280, 32]",
+        str(other): "config.json says hidden_size 32, the model has 64",
+        str(turned): "config.json says rope_theta 77.0",
         str(broken): "cannot be",
     }
     for path, message in cases.items():
@@ -426,6 +430,42 @@ async def test_memory_is_taken_from_the_prefix_cache_before_it_is_from_a_request
     assert log_probs == pytest.approx(references[0].log_probs(PROMPT, output), abs=NOISE)
     counts = (await hf.state())["counts"]
     assert (counts["out_of_memory"], counts.get("failed", 0)) == (1, 0)
+
+
+@pytest.mark.parametrize("broken_at", [1, 2])
+async def test_scoring_that_runs_out_of_memory_is_done_again_without_a_gap(
+    hf: Hf, references: list[Reference], monkeypatch: pytest.MonkeyPatch, broken_at: int
+) -> None:
+    await hf.generate([7, 8])
+    calls = 0
+
+    def short(logits: Any, targets: Sequence[int]) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == broken_at:
+            raise MemoryError
+        return scores(logits, targets)
+
+    monkeypatch.setattr("worker.engines.hf.engine.scores", short)
+    monkeypatch.setattr("worker.engines.hf.engine._SCORED_LOGITS", 8 * VOCABULARY)
+    ids = list(range(40, 70))
+    reply = await hf.generate(ids, max_new_tokens=0, logprob_start_len=2)
+    scored = reply["meta_info"]["input_token_logprobs"]
+    expected = references[0].log_probs(ids[:3], ids[3:])
+    assert [entry[0] for entry in scored[1:]] == pytest.approx(expected, abs=NOISE)
+
+
+async def test_prompt_whose_log_probs_are_nan_is_not_scored_with_nulls(hf: Hf) -> None:
+    with torch.no_grad():
+        hf.model._net.get_input_embeddings().weight[999] = torch.nan
+    reply = await hf.generate([5, 999, 6, 7], max_new_tokens=0, logprob_start_len=0)
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": "NaN happened"}
+
+
+async def test_body_beyond_the_limit_is_refused(hf: Hf) -> None:
+    response = await hf.post("/generate", None, content=b" " * ((64 << 20) + 1))
+    assert response.status_code == 413
+    assert "/generate" in response.json()["error"]["message"]
 
 
 async def test_forward_pass_that_breaks_is_its_requests_error_and_the_engine_goes_on(

@@ -129,10 +129,15 @@ async def test_log_probs_are_of_the_distribution_that_the_mode_names(
     with running(folder, "--logprob-mode", mode) as hf:
         reply = await hf.generate(PROMPT, temperature=0.6, top_k=5, sampling_seed=3)
         assert (await hf.get("/model_info")).json()["logprob_mode"] == mode
+        pushed = await hf.generate(PROMPT, logit_bias=biased(31), temperature=0.6)
     output, log_probs = outcome(reply)
     rows = reference.logits([*PROMPT, *output])[len(PROMPT) - 1 : -1]
     if mode == "raw":
         expected = reference.log_probs(PROMPT, output)
+        # Neither a bias nor a temperature is seen in them.
+        assert outcome(pushed)[1] == pytest.approx(
+            reference.log_probs(PROMPT, [31] * 12), abs=NOISE
+        )
     else:
         kept = torch.full_like(rows, -torch.inf)
         best = rows.topk(5, dim=-1)

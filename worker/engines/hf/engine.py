@@ -11,6 +11,7 @@ Requests join and leave between steps.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import traceback
@@ -242,9 +243,11 @@ class Batch:
         logits = self._guarded([task], lambda: self._feed(task, ids, keep))
         if logits is None:
             return num
-        if scoring:
-            self._score(task, logits, start)
-        if task.pending == 0:
+        if scoring and not self._guarded([task], lambda: self._score(task, logits, start)):
+            return num
+        if task.finish is not None:
+            self._end(task)
+        elif task.pending == 0:
             self._sample([task], logits[-1:])
         return num
 
@@ -277,13 +280,17 @@ class Batch:
             task.done += 1
         return logits
 
-    def _score(self, task: Task, logits: Any, start: int) -> None:
+    def _score(self, task: Task, logits: Any, start: int) -> bool:
         """Note the log-probs of prompt tokens; logits begin at position `start`."""
         first = max(start, (task.score_from or 0) + len(task.scores))
         targets = task.prompt[first + 1 : start + len(logits) + 1]
         if targets:
             rows = logits[first - start : first - start + len(targets)]
-            task.scores.extend(scores(rows, targets))
+            found = scores(rows, targets)
+            if any(map(math.isnan, found)):
+                task.finish_by_nan()
+            task.scores.extend(found)
+        return True
 
     def _sample(self, tasks: list[Task], logits: Any) -> None:
         eos = self._model.eos_ids
@@ -310,13 +317,7 @@ class Batch:
 
     def _reuse(self, task: Task) -> bool:
         """Begin with KV that somebody else computed of the same ids under the same weights."""
-        limit = len(task.ids) - 1
-        if (
-            task.score_from is not None
-            and len(task.scores) < len(task.prompt) - task.score_from - 1
-        ):
-            limit = min(limit, task.score_from + len(task.scores))
-        kv = self._model.kv
+        kv, limit = self._model.kv, task.reach
         live = self._best_live(task, limit) if kv.batched else None
         kept = self._store.best(
             task.ids, task.salt, limit, experts=task.wants_experts and not task.experts
@@ -432,7 +433,7 @@ class Batch:
         if task.place is None:
             return
         if self._model.kv.batched:  # rows are written by position: what is there may stay
-            task.done = min(task.done, len(task.ids) - 1)
+            task.done = min(task.done, task.reach)
             task.place.length = task.done
         else:
             self._model.kv.reset(task.place)

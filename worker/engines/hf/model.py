@@ -195,7 +195,9 @@ class Model:
             self._reload(path)
 
     def _reload(self, path: Path) -> None:
-        new = _load(path, self.dtype).state_dict()
+        net = _load(path, self.dtype)
+        _check_same(path, self._net.config.to_dict(), net.config.to_dict())
+        new = net.state_dict()
         held = self._net.state_dict()
         if sorted(new) != sorted(held):
             names = sorted(set(new) ^ set(held))
@@ -213,6 +215,30 @@ class Model:
         """Give back what the allocator holds."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _check_same(path: Path, held: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse weights of another network: shapes alone do not tell tied weights or a rotary base.
+
+    Raises:
+        ConfigError: with what differs first.
+    """
+    for key in sorted({*held, *new}):
+        if isinstance(held.get(key), dict) and isinstance(new.get(key), dict):
+            _check_same(path, held[key], new[key])
+        elif key not in _NOT_THE_NETWORK and held.get(key) != new.get(key):
+            raise ConfigError(
+                f"{path}: config.json says {key} {new.get(key)!r}, the model has {held.get(key)!r}"
+            )
+
+
+_NOT_THE_NETWORK = frozenset(
+    "_name_or_path architectures dtype torch_dtype transformers_version use_cache "
+    "eos_token_id bos_token_id pad_token_id initializer_range attention_dropout "
+    "router_aux_loss_coef output_router_logits output_attentions output_hidden_states "
+    "return_dict problem_type id2label label2id chunk_size_feed_forward".split()
+)
+"""Keys of a configuration that change no logits."""
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -79,6 +79,19 @@ class Task:
         return len(self.ids) - self.done
 
     @property
+    def reach(self) -> int:
+        """How many ids may lie in the KV before the next forward pass: what it must still say."""
+        reach = len(self.ids) - 1
+        if self.score_from is not None and len(self.scores) < self.num_to_score:
+            reach = min(reach, self.score_from + len(self.scores))
+        return reach
+
+    @property
+    def num_to_score(self) -> int:
+        """How many prompt tokens get a log-prob."""
+        return 0 if self.score_from is None else len(self.prompt) - self.score_from - 1
+
+    @property
     def decodes(self) -> bool:
         """Whether the next step is one token, like everybody else's."""
         if self.pending != 1:
