@@ -8,7 +8,7 @@ attempt of the model is one `ToolCall`, in order; none is dropped in silence.
 
     written                                     becomes
     an object with name and arguments           a call
-    no arguments, "", or the object as a string  a call (at most `MAX_UNWRAPS` strings deep)
+    no arguments, "", the object in a string    a call (at most `MAX_UNWRAPS` strings deep)
     raw control characters, bad escapes, NaN,   `invalid_json`; the text says where
       two objects between the markers, a name
       twice, a number beyond a float
@@ -147,9 +147,7 @@ def strict_json(text: str) -> Any:
         RecursionError: brackets of thousands of levels.
     """
     try:
-        return json.loads(
-            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
-        )
+        return _STRICT.decode(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             raise ValueError(
@@ -208,9 +206,11 @@ def _judged(call: ToolCall, name: Any, arguments: Any, form: str) -> ToolCall:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise ValueError(f"{json.dumps(twice[:40])} is there twice in one object")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{json.dumps(name[:40])} is there twice in one object")
+            seen.add(name)
     return found
 
 
@@ -272,7 +272,9 @@ def _arguments_out_of(block: str, argument: re.Pattern[str]) -> tuple[str, list[
     return "".join([*rest, block[at:]]), names
 
 
-_STRICT = json.JSONDecoder(object_pairs_hook=_object)
+_STRICT = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
+)
 
 
 def _own_id(given: str | None) -> str:
