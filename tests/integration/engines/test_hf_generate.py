@@ -432,11 +432,28 @@ async def test_members_of_a_group_share_the_kv_of_their_prompt_while_they_run(
 # -- other models
 
 
-async def test_model_with_a_sliding_window_runs_one_request_at_a_time_and_reuses_whole_turns(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+LONE = {
+    "Qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "Qwen3Next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+"""A sliding window, and a recurrent state."""
+
+
+@pytest.mark.parametrize("kind", LONE)
+async def test_model_without_full_attention_runs_one_request_at_a_time_and_reuses_whole_turns(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    write_model(tmp_path, **window)
+    write_model(tmp_path, kind=kind, **LONE[kind])
     reference = Reference(tmp_path)
     with running(tmp_path) as hf:
         assert "one request at a time" in capfd.readouterr().err
