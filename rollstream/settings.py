@@ -66,9 +66,23 @@ class ModelTable(Table):
     """Tokens: which vocabulary, which chat format, how much context."""
 
     tokenizer: str = ""
-    """A `tokenizer.json`, or the folder that holds one."""
-    renderer: str = "qwen3"
-    """The chat format's family, by its name in `renderers`."""
+    """A `tokenizer.json`, the folder that holds one, or a hub id `org/name[@revision]`. A path that
+    exists wins; only for a hub id that the local cache lacks is the hub asked."""
+    renderer: str = "auto"
+    """The family of the chat format (docs/tokens.md), `template` for the chat template in the
+    tokenizer's folder, or `auto` for a model whose exact hub id is known."""
+    chat_template: str = ""
+    """With `template`: path of another chat template than the folder's."""
+    boundaries: str = "auto"
+    """With `template`: how a turn ends, a row of the table in docs/tokens.md, or `derived`."""
+    tool_parser: str = ""
+    """With `template`: how calls are spelled; empty leaves them text."""
+    reasoning_parser: str = ""
+    """With `template`: `think`, `none`, or empty for the vocabulary's own markers."""
+    template_date: str = ""
+    """With `template`: what today is, as YYYY-MM-DD, for the whole run."""
+    template_names: dict[str, Any] = Field(default_factory=dict)
+    """With `template`: what else the template reads, as `{"enable_thinking": false}`."""
     max_context_tokens: int = Field(32768, ge=1)
     """What the engine's model takes, prompt and response together."""
 

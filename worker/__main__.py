@@ -1,4 +1,4 @@
-"""`python -m worker [--table.key value]`: one worker process.
+"""`python -m worker [--table.key value]`: one worker; `python -m worker doctor`: its checks alone.
 
 Owns the order of imports at start: the tokenizer loads in a thread while the rest is imported,
 which is most of what a start costs. Never configures anything itself.
@@ -6,6 +6,7 @@ which is most of what a start costs. Never configures anything itself.
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from rollstream.config import Loaded, run_app
 from rollstream.settings import Settings
 
 if TYPE_CHECKING:
-    from .tito.backend import RenderersBackend
+    from .tito.load import LoadedRenderer
 
 
 def main(loaded: Loaded) -> None:
@@ -29,20 +30,20 @@ def main(loaded: Loaded) -> None:
     run(_serve(settings, loading))
 
 
-async def _serve(settings: Settings, loading: Future[RenderersBackend] | None) -> None:
+async def _serve(settings: Settings, loading: Future[LoadedRenderer] | None) -> None:
     from .app import Worker
 
     await Worker(settings, loading).run()
 
 
-def _load_in_thread(settings: Settings) -> Future[RenderersBackend]:
-    future: Future[RenderersBackend] = Future()
+def _load_in_thread(settings: Settings) -> Future[LoadedRenderer]:
+    future: Future[LoadedRenderer] = Future()
 
     def load() -> None:
         try:
-            from .tito.load import load_renderer
+            from .model import load_model
 
-            future.set_result(load_renderer(settings.model.tokenizer, settings.model.renderer))
+            future.set_result(load_model(settings.model))
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             future.set_exception(error)
 
@@ -52,6 +53,10 @@ def _load_in_thread(settings: Settings) -> Future[RenderersBackend]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["doctor"]:
+        from .doctor import main as doctor
+
+        sys.exit(doctor(sys.argv[2:]))
     from .mainloop import leave
 
     leave(run_app(main, "python -m worker"))

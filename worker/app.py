@@ -43,8 +43,7 @@ from .telemetry.gc_policy import GcPolicy
 from .telemetry.metrics import Metrics
 from .telemetry.pulse import Pulse
 from .telemetry.server import TelemetryServer
-from .tito.backend import RenderersBackend
-from .tito.load import render_prompt
+from .tito.load import LoadedRenderer, render_prompt
 from .watchdog import Stalled, Watchdog
 
 REACH_S = 5.0
@@ -62,7 +61,7 @@ log = structlog.get_logger("worker")
 class Worker:
     """One worker process."""
 
-    def __init__(self, settings: Settings, renderer: Future[RenderersBackend] | None) -> None:
+    def __init__(self, settings: Settings, renderer: Future[LoadedRenderer] | None) -> None:
         """Prepare; `renderer` is being loaded in a thread (None for a pure aggregator)."""
         self._settings, self._loading = settings, renderer
         self.role = Role(settings.worker.role)

@@ -24,14 +24,14 @@ from .work import EnvRuntime, Scorer
 
 if TYPE_CHECKING:
     from .rewards import Scorer as RewardScorer
-    from .tito.backend import RenderersBackend
+    from .tito.load import LoadedRenderer
 
 NO_REWARD = "none"
 """`reward.kind` where the trainer scores."""
 
 
 def env_runtimes(
-    settings: Settings, renderer: RenderersBackend, scorers: Mapping[str, Scorer | None]
+    settings: Settings, renderer: LoadedRenderer, scorers: Mapping[str, Scorer | None]
 ) -> dict[str, EnvRuntime]:
     """Return every environment with its functions.
 
@@ -56,7 +56,7 @@ def _env_runtime(
     settings: Settings,
     name: str,
     table: EnvTable,
-    renderer: RenderersBackend,
+    renderer: LoadedRenderer,
     scorer: Scorer | None,
 ) -> EnvRuntime:
     sampling = base_sampling(settings, renderer.stop_token_ids).with_overrides(table.sampling)
@@ -129,7 +129,7 @@ def env_judges(settings: Settings) -> dict[str, EnvJudge]:
 
 
 def build_scorers(
-    settings: Settings, renderer: RenderersBackend, incarnation: str
+    settings: Settings, renderer: LoadedRenderer, incarnation: str
 ) -> dict[str, RewardScorer | None]:
     """Return every environment's scorer, not started.
 

@@ -109,7 +109,7 @@ def tables(
     return {
         "run": {"name": run, "seed": options.seed},
         "redis": {"url": redis_url},
-        "model": {"tokenizer": str(options.tokenizer)},
+        "model": {"tokenizer": str(options.tokenizer), "renderer": options.renderer},
         "engine": {"kind": options.engine, "urls": list(engines)},
         "producer": {
             "source": options.source,

@@ -29,6 +29,7 @@ class Options:
     urls: tuple[str, ...]
     tokenizer: Path
     seed: int
+    renderer: str = "auto"
 
     @property
     def simulated(self) -> bool:
@@ -84,6 +85,9 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json of the engine's model"
     )
+    parser.add_argument(
+        "--renderer", default="auto", metavar="NAME", help="chat format of the engine's model"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the run (default 0)")
     given = parser.parse_args(arguments)
     if given.batches < 1:
@@ -104,6 +108,7 @@ def parse(arguments: Sequence[str]) -> Options:
         kill_every=given.kill_every,
         engine=given.engine,
         urls=tuple(url.rstrip("/") for url in given.url),
-        tokenizer=(given.tokenizer or VOCABULARY).resolve(),
+        tokenizer=(given.tokenizer or VOCABULARY).absolute(),
         seed=given.seed,
+        renderer=given.renderer,
     )

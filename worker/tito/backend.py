@@ -107,6 +107,11 @@ class RenderersBackend:
         return self._stop_ids
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether the self-test's conversation can be rendered: always, for a family."""
+        return True
+
+    @property
     def turn_ends(self) -> frozenset[int]:
         """Ids that may stand behind an assistant turn in the template."""
         return self._closes | frozenset(self._close)
@@ -344,6 +349,8 @@ class RenderersBackend:
         self, plain: list[dict[str, Any]], specs: list[dict[str, Any]] | None, error: Exception
     ) -> str:
         """Return which message the template refused, found by rendering ever more of them."""
+        if str(error).startswith("message "):
+            return str(error)  # it says so itself
         for place in range(len(plain)):
             try:
                 self._inner.render_ids(plain[: place + 1], tools=specs, add_generation_prompt=True)
