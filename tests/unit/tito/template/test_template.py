@@ -420,3 +420,42 @@ def test_specs_that_are_kept_between_renders_change_nothing(tmp_path: Path) -> N
             ids = renderer.render(toy.HI, tools).tolist()
             assert ids == fresh.render(toy.HI, tools).tolist()
         assert renderer.decode(toy.array(ids)).count('"name": "') == 2 * len(names)
+
+
+PHI = """\
+{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"""
+
+
+@pytest.mark.parametrize("strip", ["rstrip", "lstrip", ""])
+def test_tokens_that_swallow_the_space_beside_them_swallow_it_in_suffixes(
+    tmp_path: Path, strip: str
+) -> None:
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    write_folder(tmp_path, PHI)
+    inner = toy.toy_inner()
+    tokens = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+    flags = {strip: True} if strip else {}
+    inner.add_special_tokens([AddedToken(token, special=True, **flags) for token in tokens])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    renderer = load(tmp_path)
+    assert renderer.boundary.name == "derived"
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs.chat_template = PHI
+    said = {"role": "assistant", "content": " hello "}
+    for new in (toy.NO, toy.OK, [*toy.OK, *toy.NO], [{"role": "user", "content": " \n x"}]):
+        whole = theirs.apply_chat_template(
+            [*toy.HI, said, *new], add_generation_prompt=True, return_dict=False
+        )
+        held = renderer.render(toy.HI, None).tolist()
+        suffix = renderer.extend(
+            toy.array(held), renderer.encode_raw("x<|end|>"), new, None
+        ).tolist()
+        assert whole[-len(suffix) :] == suffix
+        end = renderer.tokenizer.token_id("<|end|>")
+        assert whole[-len(suffix) - 1] == end
+        assert held == theirs.apply_chat_template(
+            toy.HI, add_generation_prompt=True, return_dict=False
+        )
