@@ -60,7 +60,7 @@ def _family(
     tokens: tuple[str, ...] = _RESPONSE,
     *,
     thinking: bool = True,
-    rewrites_turns: bool = False,
+    opens_reasoning: bool = False,
     **options: Any,
 ) -> Family:
     return Family(
@@ -74,7 +74,7 @@ def _family(
         tokens=dict.fromkeys((*_TURNS, *_THINK, *_CALL, *tokens)),
         options={"thinking_retention": "all", **options},
         thinking=thinking,
-        rewrites_turns=rewrites_turns,
+        opens_reasoning=opens_reasoning,
         reasoning=_THINK,
         call_form=CallForm.PARSED,
         markup=_CALL,
@@ -94,7 +94,7 @@ GLM: dict[str, Family] = {
     "glm-4.5-no-thinking": _family(
         "glm45", "GLM45", (), tokens=(), thinking=False, enable_thinking=False
     ),
-    "glm-5": _family("glm5", "GLM5", _FIVE, rewrites_turns=True, clear_thinking=False),
+    "glm-5": _family("glm5", "GLM5", _FIVE, opens_reasoning=True, clear_thinking=False),
     "glm-5-no-thinking": _family(
         "glm5", "GLM5", (), thinking=False, clear_thinking=False, enable_thinking=False
     ),

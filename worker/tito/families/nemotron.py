@@ -36,7 +36,7 @@ def _family(renderer: str, models: tuple[str, ...], *, thinking: bool = True) ->
         },
         reasoning=_THINK,
         thinking=thinking,
-        rewrites_turns=thinking,
+        opens_reasoning=thinking,
         call_form=CallForm.PARSED,
         markup=_CALL,
         models=models,

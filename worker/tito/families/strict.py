@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from rollstream.errors import MergeFault
+from rollstream.errors import ConfigError, MergeFault
 
 from ..calls import strict_json
 
@@ -309,12 +309,21 @@ def lost_attempt(raw: str, span: tuple[int, int] | None) -> SimpleNamespace:
 
 
 def package(family: Any, tokenizer: Any) -> Any:
-    """Return the package's renderer of a family as it is."""
+    """Return the package's renderer of a family as it is.
+
+    Raises:
+        ConfigError: the vocabulary lacks a token that the package looks up.
+    """
     from ..backend import import_renderers
 
     kind = getattr(import_renderers(family.module), family.renderer)
     config = getattr(import_renderers("configs"), family.config)(**family.options)
-    return kind(tokenizer, config)
+    try:
+        return kind(tokenizer, config)
+    except AssertionError as error:
+        raise ConfigError(
+            f"model.tokenizer: {tokenizer.name_or_path!r} is no vocabulary of this family: {error}"
+        ) from None
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:

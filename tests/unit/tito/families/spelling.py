@@ -236,8 +236,6 @@ SPELLINGS: dict[str, Spelling] = {
     "glm-5.1": _GLM_5,
     "glm-5.3": _GLM_5,
     "gpt-oss": _HARMONY,
-    "gpt-oss-low": _HARMONY,
-    "gpt-oss-high": _HARMONY,
     "kimi-k2": Spelling(_kimi, _IM_END, _IM_END, _KIMI, reasons=False),
     "kimi-k2.5": Spelling(_kimi, _IM_END, _IM_END, _KIMI, opened=True),
     "kimi-k2.5-no-thinking": Spelling(_kimi, _IM_END, _IM_END, _KIMI, reasons=False),
@@ -247,8 +245,18 @@ SPELLINGS: dict[str, Spelling] = {
     "nemotron-3-no-thinking": Spelling(_xml, _IM_END, _IM_END, _XML, reasons=False),
     "nemotron-3-ultra": Spelling(_xml, _IM_END, _IM_END, _XML, opened=True),
     "nemotron-3.5": Spelling(_xml, _IM_END, _IM_END, _XML, opened=True),
+    "qwen3.5": Spelling(_xml, _IM_END, _IM_END, _XML, opened=True),
+    "qwen3.5-no-thinking": Spelling(_xml, _IM_END, _IM_END, _XML, reasons=False),
+    "qwen3.6": Spelling(_xml, _IM_END, _IM_END, _XML, opened=True),
+    "qwen3.8": Spelling(_xml, _IM_END, _IM_END, _XML, opened=True),
     "qwen3": Spelling(_block, _IM_END, _IM_END, _QWEN3),
     "qwen3-no-thinking": Spelling(_block, _IM_END, _IM_END, _QWEN3, reasons=False),
 }
 
 NAMES = [name for name in FAMILIES if name in SPELLINGS]
+SAME_AS = {
+    "gpt-oss-low": "gpt-oss", "gpt-oss-high": "gpt-oss", "qwen3.6-no-thinking": "qwen3.6",
+    "qwen3.8-low": "qwen3.8", "qwen3.8-medium": "qwen3.8", "qwen3.8-no-thinking": "qwen3.8",
+}  # fmt: skip
+"""Families that differ from another one by a word of the system message or a closed block; only
+the self-test tries them."""

@@ -27,6 +27,10 @@ _THINK, _RESPONSE = ("<think>", "</think>"), ("<tool_response>", "</tool_respons
 _EXTRA = {
     "kimi-k2.5": _THINK,
     "kimi-k2.5-no-thinking": _THINK,
+    **dict.fromkeys(
+        [name for name in FAMILIES if name.startswith(("qwen3.5", "qwen3.6", "qwen3.8"))],
+        ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    ),
     "glm-4.5": _RESPONSE,
     "glm-4.5-no-thinking": _RESPONSE,
 }
