@@ -76,7 +76,7 @@ class TemplateBackend:
         """
         # jinja2 takes 50 ms: only who uses a template pays them.
         from .sandbox import ChatTemplate
-        from .template_form import probe_form
+        from .template_form import probe_form, takes_parts_only
         from .template_turns import Turns, derive_boundary
 
         self.tokenizer = tokenizer
@@ -91,6 +91,8 @@ class TemplateBackend:
         texts = [source.default, source.tool_use or ""]
         stops = self._configured_stops(source)
         rule = choose_rule(options.boundaries, tokenizer, texts)
+        self._parts = False
+        self._parts = takes_parts_only(self._text)
         self._form = probe_form(self._text, source.origin)
         boundary = derive_boundary(rule, self._text, tokenizer, stops, source.origin)
         self._turns = Turns(self._text, self._form, tokenizer, boundary, source.origin)
@@ -302,6 +304,10 @@ class TemplateBackend:
         *,
         prompt: bool = True,
     ) -> str:
+        if self._parts:
+            from .template_form import as_parts
+
+            messages = as_parts(messages)
         template: ChatTemplate = self._tool_use if tools else self._default
         return template.render(messages, tools, add_generation_prompt=prompt, names=self._names)
 

@@ -11,6 +11,7 @@ object or as text, null content) is given in the form that it reads.
     no content       beside calls: "" , null, or no key; whichever of them shows the calls and no
                      word `None`
     late system      in its place, or refused: never moved
+    content          text; one part of a list, where the template writes nothing else
 """
 
 from __future__ import annotations
@@ -178,6 +179,24 @@ def probe_form(render: Render, name: str) -> Form:
     if _without(render, [user, thinking], THOUGHT, prompt=False):
         drops.add("reasoning")
     return replace(form, drops=frozenset(drops))
+
+
+def takes_parts_only(render: Render) -> bool:
+    """Return whether a template writes content only where it is a list of parts."""
+    user = {"role": "user", "content": USER}
+    found = [_text(render, messages) for messages in ([user], as_parts([user]))]
+    string, parts = (text is not None and USER in text for text in found)
+    return parts and not string
+
+
+def as_parts(messages: list[Plain]) -> list[Plain]:
+    """Return messages whose text is one part of a list, as templates of vision models want it."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def a_tool() -> Plain:

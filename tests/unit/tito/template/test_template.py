@@ -459,3 +459,14 @@ def test_tokens_that_swallow_the_space_beside_them_swallow_it_in_suffixes(
         assert held == theirs.apply_chat_template(
             toy.HI, add_generation_prompt=True, return_dict=False
         )
+
+
+def test_template_that_takes_only_parts_gets_parts(tmp_path: Path) -> None:
+    shown = "{%- for part in message.content -%}{{- part.text -}}{%- endfor -%}"
+    text = template("toy").replace("~ '\\n' ~ message.content -}}", "~ '\\n' -}}" + shown)
+    assert shown in text
+    renderer = backend(tmp_path, text=text)
+    assert renderer.render(toy.HI, None).tolist() == toy.P0
+    suffix = renderer.extend(toy.array(toy.P0), toy.array(toy.A1), toy.NO, None)
+    assert suffix.tolist() == toy.U1
+    assert self_test(renderer, "parts", **renderer.traits)
