@@ -18,11 +18,12 @@ from rollstream.errors import Report, Status, StopReason
 from rollstream.sample import Call, Sample
 from tests.contract.test_cases_a import FirstCalls, Reply, f
 from tests.generate_stage import OverHttp, engine_of, given
-from tests.toy import A1, A1_LOG_PROBS, A2, A2_LOG_PROBS, HI, NO, O1, P0, toy_renderer
+from tests.toy import A1, A1_LOG_PROBS, A2, A2_LOG_PROBS, HI, NO, O1, P0, U1, toy_renderer
 from tests.unit.worker.works import a_book, a_work, an_env
 from worker.fidelity import MAX_CALLS, Fidelity, Kind, Mismatch, Watch, WatchedEngine
 from worker.generate import multi_turn, single_turn
 from worker.generate.finish import finish
+from worker.generate.records import merge_records, record_call
 from worker.groups import GroupBook
 from worker.rollout import Rollout
 from worker.sampling import Sampling
@@ -31,7 +32,7 @@ from worker.tito.load import render_prompt
 from worker.tito.merge import TurnRecord, merge_turns
 from worker.tito.trajectory import Trajectory
 from worker.tools import FunctionTool
-from worker.types import GenerateInput, GenerateOutput, RequestIds
+from worker.types import DivergencePolicy, GenerateInput, GenerateOutput, RequestIds
 from worker.work import Ending, leaves_of
 
 TWO = (Reply(A1, A1_LOG_PROBS), Reply(A2, A2_LOG_PROBS, version=2))
@@ -141,6 +142,28 @@ async def test_a_function_that_is_right_is_delivered_with_every_call_checked(
     assert fidelity.counters.checked == num_calls > 0
     assert fidelity.counters.unknown == 0
     assert not any(fidelity.counters.mismatches.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "checked"), [(DivergencePolicy.FORK, 3), (DivergencePolicy.KEEP_PREFIX, 2)]
+)
+async def test_what_a_rewritten_history_becomes_is_what_was_sent(
+    policy: DivergencePolicy, checked: int
+) -> None:
+    """The client forgets the second turn: each call of what is left was sent its sample's ids."""
+
+    async def rewrites(given: GenerateInput) -> GenerateOutput:
+        turns: list[TurnRecord] = []
+        given.limits = dataclasses.replace(given.limits, on_divergence=policy)
+        for prompt in (P0, [*P0, *A1, *O1], [*P0, *A1, *U1]):
+            assert await record_call(given, turns, prompt) is not None
+        return await merge_records(given, turns)
+
+    ending, fidelity = await ran(rewrites, *TWO, TWO[1])
+    assert (ending.report, ending.stop_reason) == (Report.COMPLETE, StopReason.STOP), ending.error
+    assert (fidelity.counters.checked, fidelity.counters.unknown) == (checked, 0)
+    notes = [leaf.metadata.get("divergences") for leaf in leaves_of(ending.trajectory)]  # type: ignore[arg-type]
+    assert [note["policy"] for found in notes for note in found or ()] == [policy]
 
 
 async def test_calls_that_nobody_here_sent_are_unknown_and_delivered() -> None:
