@@ -514,7 +514,7 @@ def test_arguments_as_object_or_text_render_alike_and_other_ones_are_not_lost(na
 
 # --- anything ------------------------------------------------------------------------------------
 @every_family
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_any_ids_of_a_reply_are_kept_and_read_without_an_exception(
     name: str, data: st.DataObject

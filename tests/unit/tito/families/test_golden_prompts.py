@@ -21,6 +21,7 @@ from worker.tito.backend import RenderersBackend
 from worker.tito.families import FAMILIES
 from worker.tito.ids import as_ids
 from worker.tito.load import load_renderer
+from worker.tito.selftest import self_test
 from worker.types import ProblemKind
 
 pytestmark = pytest.mark.xdist_group("families")
@@ -54,9 +55,16 @@ def bare(deepseek_file: Path) -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="session")
 def deepseek(deepseek_file: Path) -> dict[str, RenderersBackend]:
-    return {
-        name: load_renderer(deepseek_file, name) for name in FAMILIES if name.startswith("deepseek")
-    }
+    """Every DeepSeek renderer over one vocabulary, each tried as it is at start."""
+    loaded = load_renderer(deepseek_file, "deepseek-v4")
+    assert isinstance(loaded, RenderersBackend)
+    renderers = {"deepseek-v4": loaded}
+    for name, family in FAMILIES.items():
+        if name.startswith("deepseek") and name not in renderers:
+            renderers[name] = RenderersBackend.of_family(loaded.tokenizer, family, name)
+            self_test(renderers[name], name, **family.traits)
+    assert len(renderers) == 4
+    return renderers
 
 
 @pytest.mark.parametrize("case", ALL, ids=label)
