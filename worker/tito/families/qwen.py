@@ -103,8 +103,8 @@ QWEN: dict[str, Family] = {
         models=(
             *(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")),
             *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
-            *("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507"),
         ),
+        note="the models of 2507 have templates of their own: use `template`",
     ),
     # The generation prompt carries an empty reasoning block.
     "qwen3-no-thinking": _qwen3(
