@@ -561,3 +561,16 @@ def test_rows_of_a_trimmed_id_are_not_those_of_the_id_in_its_place(second_start:
     assert sample.rollout_routed_experts is not None
     expected = [*range(100, 100 + second_start), *range(5 - second_start)]
     assert sample.rollout_routed_experts[:, 0, 0].tolist() == expected
+
+
+def test_51_65_the_turn_before_a_gap_keeps_its_stop_as_a_single_turn_does() -> None:
+    records = [
+        _record([1, 2, 3], [4, 2], [-0.5, -0.25], routed_experts=Replay(0, _rows(4))),
+        _record([1, 2, 3, 4, 9], [7]),
+    ]
+    merged = merge_turns(records, accumulated=as_ids([1, 2, 3, 4, 9, 7]), max_trim=1)
+    assert merged.gap == "record 2 has no routed_experts payload for its 1 rows"
+    assert merged.sample is not None
+    assert merged.sample.tokens.tolist() == [1, 2, 3, 4, 2]
+    assert _plain(merged.sample.loss_mask) == [1, 1]
+    assert _plain(merged.sample.rollout_log_probs) == [-0.5, -0.25]

@@ -168,11 +168,24 @@ def test_case_129_going_on_after_a_cut_turn_is_left_out_and_the_status_says_so()
         assert kept.status is Status.TRUNCATED
 
 
-def test_a_branch_takes_the_rows_that_it_did_not_ask_for_from_the_turn_that_fed_them() -> None:
-    def rows(number: int, start: int, end: int) -> Replay:
-        values = np.arange(number * 100 + start, number * 100 + end, dtype=np.int32)
-        return Replay(start, values.reshape(-1, 1, 1))
+def rows(number: int, start: int, end: int) -> Replay:
+    values = np.arange(number * 100 + start, number * 100 + end, dtype=np.int32)
+    return Replay(start, values.reshape(-1, 1, 1))
 
+
+def test_rows_are_the_newest_of_the_turns_that_were_fed_the_same_ids_up_to_there() -> None:
+    history = [
+        turn([1, 2, 3, 4], [5, 6]), turn([1, 2, 9], [7]), turn([1, 2, 3, 4, 5, 6, 8], [7]),
+    ]  # fmt: skip
+    history[0].routed_experts = rows(0, 0, 5)
+    history[1].routed_experts = rows(1, 0, 3)
+    history[2].routed_experts = rows(2, 5, 7)
+    (kept,) = samples(resolve(history, KEEP))
+    assert kept.rollout_routed_experts is not None
+    assert kept.rollout_routed_experts[:, 0, 0].tolist() == [100, 101, 2, 3, 4, 205, 206]
+
+
+def test_a_branch_takes_the_rows_that_it_did_not_ask_for_from_the_turn_that_fed_them() -> None:
     history = [
         turn([1, 2, 3], [4, 5]), turn([1, 2, 3, 4, 5, 6], [7]), turn([1, 2, 3, 4, 9], [8, 8]),
     ]  # fmt: skip

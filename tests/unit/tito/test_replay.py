@@ -53,6 +53,13 @@ def answer(trajectory: Trajectory, ids: list[int], turn: int, **fields: Any) -> 
     return completion
 
 
+def held_rows(trajectory: Trajectory) -> list[Any]:
+    """Return the arrays of rows that a trajectory keeps alive."""
+    assert trajectory._rows is not None
+    patches = trajectory._rows["rollout_routed_experts"]._patches
+    return [patch.replay.rows for patch in patches if patch.replay is not None]
+
+
 def start_of(trajectory: Trajectory) -> int | None:
     return trajectory.request().replay_start
 
@@ -87,6 +94,7 @@ def test_24_a_reply_that_brings_all_rows_replaces_what_was_there() -> None:
     whole = Replay(0, rows(range(500, 506)))
     answer(trajectory, [30, 31], 1, routed_experts=whole)
     assert numbers(trajectory.write_to(Sample())) == [*range(500, 506)]
+    assert len(held_rows(trajectory)) == 1, "the rows that were replaced are let go"
 
 
 # --- rows that no engine brought -----------------------------------------------------------------
@@ -160,7 +168,9 @@ def test_67_an_empty_payload_says_nothing_about_later_ones() -> None:
     assert rows_of_none is not None
     assert (rows_of_none.shape, rows_of_none.dtype) == ((0, 2, 0), np.dtype(np.int32))
     answer(trajectory, [10, 11], 1)
-    assert numbers(trajectory.write_to(Sample())) == [100, 101]
+    answer(trajectory, [], 2, routed_experts=Replay(2, rows([], top_k=0)), finish=Finish.ABORT)
+    answer(trajectory, [12], 3)
+    assert numbers(trajectory.write_to(Sample())) == [100, 101, 302]
 
 
 def test_12_41_indexer_choices_are_kept_beside_the_experts_and_alone() -> None:
@@ -390,8 +400,6 @@ def test_a_view_of_larger_rows_is_copied_and_a_whole_payload_is_not() -> None:
     payload = rows([3]).tobytes()
     view = np.frombuffer(payload, "<i4").reshape(1, LAYERS, TOP_K)
     answer(trajectory, [11], 1, routed_experts=Replay(3, view))
-    assert trajectory._rows is not None
-    patches = trajectory._rows["rollout_routed_experts"]._patches
-    held = [patch.replay.rows for patch in patches if patch.replay is not None]
+    held = held_rows(trajectory)
     assert not np.shares_memory(held[0], large)
     assert np.shares_memory(held[1], view)
