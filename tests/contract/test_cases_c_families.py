@@ -6,13 +6,17 @@ one way, executed once, and answered where it cannot be read.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rollstream.errors import Status, StopReason
 from tests.contract.rolls import Recorder, Rolled
 from tests.generate_stage import InProcess, Says, check, given
+from tests.toy import HI
 from tests.unit.tito.families import toyvocab
 from tests.unit.tito.families.spelling import NAMES, SPELLINGS
+from tests.unit.tito.template.folder import backend
 from worker.generate import multi_turn
 from worker.sampling import Sampling
 from worker.tito.families import FAMILIES
@@ -63,6 +67,24 @@ async def test_case_28_37_arguments_have_the_types_that_the_tool_asks_for(name: 
     assert (len(run.requests), run.sample.stop_reason) == (2, StopReason.STOP)
     assert "tool_errors" not in run.sample.metadata
     assert "ok" in run.observed()
+
+
+@pytest.mark.parametrize(("template", "parser"), [("glm_like", "glm"), ("toy", "qwen3.5")])
+async def test_case_28_37_a_template_with_a_spelling_of_tags_has_the_types_of_the_tool_too(
+    template: str, parser: str, tmp_path: Path
+) -> None:
+    renderer = backend(tmp_path, template, tool_parser=parser)
+    spell = SPELLINGS["glm-4.5" if parser == "glm" else "nemotron-3"].calls
+    tool = Recorder("look", **SCHEMA)
+    replies = []
+    for text in (spell([("look", ARGUMENTS)]), "Done."):
+        ids = [*renderer.encode_raw(text).tolist(), renderer.stop_token_ids[0]]
+        replies.append(Says(ids, matched=ids[-1]))
+    engine = InProcess(replies)
+    sample = (await multi_turn(given(engine, renderer, HI, tools={"look": tool}))).samples
+    assert not isinstance(sample, list)
+    check(sample, engine.asked, replies)
+    assert tool.calls == [ARGUMENTS]
 
 
 @every_family

@@ -26,8 +26,10 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rollstream.sample import Message
 
 from ..types import ProblemKind, ToolCall
 
@@ -55,6 +57,10 @@ _TAGGED = (
     ),
 )
 _ARGUMENT_END = "</parameter>"
+_TEXTS = (
+    ("<function=", _TAGGED[0][1], _ARGUMENT_END),
+    ("<arg_key>", re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"),
+)
 
 
 def judge_call(raw: str, *, closed: bool) -> ToolCall:
@@ -83,6 +89,7 @@ def judge_parsed(
     arguments: Any,
     status: str = "ok",
     call_id: str | None = None,
+    tools: Sequence[Message] | None = None,
 ) -> ToolCall:
     """Return the call that a family's own parser found.
 
@@ -97,6 +104,8 @@ def judge_parsed(
         status: the parser's word, of `renderers.base.ToolCallParseStatus`; an unknown tool is
             none of its matters (the worker lists the known ones to the model).
         call_id: the format's own id of the call, which its template shows again.
+        tools: where the parser was not given them: arguments of a format of tags that the tool
+            wants as text are then that text, not the JSON that it may look like.
     """
     call = ToolCall(id=_own_id(call_id), name="", arguments={}, raw=raw)
     if isinstance(name, str):
@@ -107,10 +116,12 @@ def judge_parsed(
         return _problem(call, ProblemKind.BAD_STRUCTURE, f"the tool call is incomplete; {_TAGS}")
     if status == "invalid_json" and not isinstance(arguments, dict):
         return _problem(call, ProblemKind.INVALID_JSON, _why_no_json(arguments))
-    wrong = _debris(raw)
+    wrong = _debris(raw, name)
     if wrong:
         return _problem(call, ProblemKind.BAD_STRUCTURE, f"{wrong}; {_TAGS}")
     given = {} if arguments is None and status in ("ok", "unknown_tool") else arguments
+    if tools and isinstance(given, dict):
+        given = given | _texts_wanted(raw, name, given, tools)
     try:
         json.dumps(given, allow_nan=False)
         _strict_at(raw, given)
@@ -243,33 +254,62 @@ def _why_no_json(arguments: Any) -> str:
     return "the arguments are not valid JSON; write one object"
 
 
-def _debris(raw: str) -> str:
+def _debris(raw: str, name: str | None) -> str:
     """Return what is wrong with a block of tags that a lenient parser took, empty for nothing."""
     block = raw.strip()
     for begins, argument, without in _TAGGED:
         if not block.startswith(begins):
             continue
-        rest, names = _arguments_out_of(block, argument)
+        rest, found = _arguments_out_of(block, argument)
+        names = [name for name, _ in found]
         if not without.fullmatch(rest.strip()):
             return "the tool call has a piece that belongs to no argument"
         if begins == "<function=" and len(set(names)) != len(names):
             return "the tool call has one argument twice"
+        return ""
+    if "<arg_key>" in block:
+        _, argument, closer = _TEXTS[1]
+        rest, found = _arguments_out_of(block, argument, closer)
+        if rest.strip() != (name or "").strip():
+            return "the tool call has a piece that belongs to no argument"
+        if len({key for key, _ in found}) != len(found):
+            return "the tool call has one argument twice"
     return ""
 
 
-def _arguments_out_of(block: str, argument: re.Pattern[str]) -> tuple[str, list[str]]:
-    """Return a block without its arguments, and their names; linear whatever was written."""
+def _arguments_out_of(
+    block: str, argument: re.Pattern[str], closer: str = _ARGUMENT_END
+) -> tuple[str, list[tuple[str, str]]]:
+    """Return a block without its arguments, and these; linear whatever was written."""
     rest: list[str] = []
-    names: list[str] = []
+    arguments: list[tuple[str, str]] = []
     at = 0
     while found := argument.search(block, at):
-        end = block.find(_ARGUMENT_END, found.end())
+        end = block.find(closer, found.end())
         if end < 0:
             break
         rest.append(block[at : found.start()])
-        names.append(found[1])
-        at = end + len(_ARGUMENT_END)
-    return "".join([*rest, block[at:]]), names
+        arguments.append((found[1].strip(), block[found.end() : end].strip()))
+        at = end + len(closer)
+    return "".join([*rest, block[at:]]), arguments
+
+
+def _texts_wanted(
+    raw: str, name: str | None, given: Mapping[str, Any], tools: Sequence[Message]
+) -> dict[str, str]:
+    """Return those arguments of a block of tags that the tool's schema wants as text."""
+    wanted = {
+        key
+        for tool in tools
+        if (function := tool.get("function", tool)).get("name") == name
+        for key, schema in ((function.get("parameters") or {}).get("properties") or {}).items()
+        if isinstance(schema, dict) and schema.get("type") in ("string", ["string"])
+    }
+    for begin, argument, closer in _TEXTS:
+        if begin in raw:
+            _, found = _arguments_out_of(raw, argument, closer)
+            return {key: text for key, text in found if key in wanted and key in given}
+    return {}
 
 
 _STRICT = json.JSONDecoder(

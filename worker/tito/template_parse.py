@@ -96,7 +96,6 @@ class ReplyParser:
         self, completion: TokenIds, prompt_tail: TokenIds, tools: Sequence[Message] | None
     ) -> AssistantMessage:
         """Return the message that a reply is; see `worker.types.Renderer`."""
-        del tools  # the spellings here carry their own types
         sampled = completion.tolist()
         stops = frozenset(self._boundary.stop_ids)
         end = next((i for i, number in enumerate(sampled) if number in stops), len(sampled))
@@ -105,11 +104,11 @@ class ReplyParser:
         ids = sampled[:end]
         open_before = self.reasoning_is_open(prompt_tail.tolist())
         if self._reasoning_text is not None:
-            return self._parse_text(ids, abnormal, open_before=open_before)
+            return self._parse_text(ids, abnormal, tools, open_before=open_before)
         reasoning, ids, is_open = self._reasoning(ids, open_before=open_before)
         if is_open:
             return AssistantMessage("", reasoning or "", [], abnormal)
-        content, calls = self._calls(ids)
+        content, calls = self._calls(ids, tools)
         return AssistantMessage(content.strip(), reasoning or None, calls, abnormal)
 
     def reasoning_is_open(self, prompt: Sequence[int]) -> bool:
@@ -152,7 +151,14 @@ class ReplyParser:
         text = self._decode([number for number in inside if number != opener]).strip()
         return text, ids[end + 1 :] if end >= 0 else [], end < 0
 
-    def _parse_text(self, ids: list[int], abnormal: bool, *, open_before: bool) -> AssistantMessage:
+    def _parse_text(
+        self,
+        ids: list[int],
+        abnormal: bool,
+        tools: Sequence[Message] | None,
+        *,
+        open_before: bool,
+    ) -> AssistantMessage:
         """Parse a reply whose reasoning markers are no tokens."""
         assert self._reasoning_text is not None
         opener, closer = self._reasoning_text
@@ -166,7 +172,7 @@ class ReplyParser:
                 return AssistantMessage("", reasoning.strip(), [], abnormal)
             ids, text = self._behind(ids, len(text) - len(rest)), rest
         if self._package is not None:
-            text, calls = self._calls(ids)
+            text, calls = self._calls(ids, tools)
         elif self._tool_parser:
             text, calls = _text_calls(text)
         else:
@@ -184,17 +190,19 @@ class ReplyParser:
                 high = middle
         return ids[low:]
 
-    def _calls(self, ids: list[int]) -> tuple[str, list[ToolCall]]:
+    def _calls(self, ids: list[int], tools: Sequence[Message] | None) -> tuple[str, list[ToolCall]]:
         """Return the text before the calls, and the calls."""
         if not self._tool_parser:
             return self._decode(ids), []
         if self._package is not None:
-            return self._package_calls(ids)
+            return self._package_calls(ids, tools)
         if self._call_ids is None:
             return _text_calls(self._decode(ids))
         return self._id_calls(ids, *self._call_ids)
 
-    def _package_calls(self, ids: list[int]) -> tuple[str, list[ToolCall]]:
+    def _package_calls(
+        self, ids: list[int], tools: Sequence[Message] | None
+    ) -> tuple[str, list[ToolCall]]:
         try:
             content, found = self._package.extract(ids)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
@@ -203,10 +211,11 @@ class ReplyParser:
             return text, [call]
         calls = [
             judge_parsed(
-                block.raw, name=block.name, arguments=block.arguments, status=str(block.status)
+                block.raw, name=block.name, arguments=block.arguments, status=str(block.status),
+                tools=tools,
             )
             for block in found
-        ]
+        ]  # fmt: skip
         return self._decode(content), calls
 
     def _id_calls(self, ids: list[int], opener: int, closer: int) -> tuple[str, list[ToolCall]]:

@@ -139,6 +139,12 @@ def test_a_parsers_call_is_executable_when_nothing_of_it_is_left_over(
          "ok", ProblemKind.BAD_STRUCTURE),
         ('<invoke name="f"></invoke><invoke name="g">', {}, "ok", ProblemKind.BAD_STRUCTURE),
         ('<invoke name="f">text</invoke>', {}, "ok", ProblemKind.BAD_STRUCTURE),
+        ("f<arg_key>a</arg_key><arg_value>1</arg_value>rest", {"a": 1}, "ok",
+         ProblemKind.BAD_STRUCTURE),
+        ("f<arg_key>a</arg_key>1<arg_key>b</arg_key><arg_value>2</arg_value>", {"b": 2}, "ok",
+         ProblemKind.BAD_STRUCTURE),
+        ("f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 2, {"a": 1}, "ok",
+         ProblemKind.BAD_STRUCTURE),
     ],
 )  # fmt: skip
 def test_a_parsers_call_is_a_problem_when_it_was_read_loosely(
@@ -188,3 +194,28 @@ def test_strict_json_takes_what_json_is() -> None:
     assert strict_json('{"a": [1, 1.5, -2e3, null, true, "\\u00e9"], "b": {}}') == {
         "a": [1, 1.5, -2000.0, None, True, "é"], "b": {},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        (
+            "<function=f>\n<parameter=zip>\n01234\n</parameter>\n<parameter=flag>true</parameter>"
+            "<parameter=n>3</parameter><parameter=new>7</parameter></function>"
+        ),
+        (
+            "f\n<arg_key>zip</arg_key>\n<arg_value>01234</arg_value><arg_key>flag</arg_key>"
+            "<arg_value>true</arg_value><arg_key>n</arg_key><arg_value>3</arg_value>"
+            "<arg_key>new</arg_key><arg_value>7</arg_value>"
+        ),
+    ],
+)
+def test_text_that_looks_like_json_stays_text_where_the_tool_wants_text(raw: str) -> None:
+    read = {"zip": "01234", "flag": True, "n": 3, "new": 7}
+    properties = {"zip": {"type": "string"}, "flag": {"type": ["string"]}, "n": {"type": "integer"}}
+    spec = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    for tools in ([spec], [{"type": "function", "function": spec}]):
+        call = judge_parsed(raw, name="f", arguments=read, status="invalid_json", tools=tools)
+        assert (call.problem, call.arguments) == (None, read | {"flag": "true"})
+    for other in (None, [], [spec | {"name": "g"}], [{"name": "f"}]):
+        assert judge_parsed(raw, name="f", arguments=read, tools=other).arguments == read
