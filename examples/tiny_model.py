@@ -37,7 +37,8 @@ _IN_GRAMMAR = 0.25
 """How much of that may fall into the grammar's own directions: with all of it, some seeds would
 hardly ever write a call that is valid."""
 _ANY = "any other token"
-_DIGITS = dict.fromkeys("1234567890", 1.0)
+_LOW, _HIGH = dict.fromkeys("123450", 1.0), dict.fromkeys("6789", 1.0)
+"""Digits of the first and of the second argument: what may follow differs."""
 _WORDS = dict.fromkeys((" one", " two", " three", " four", " five"), 1.0)
 
 Chain = dict[str, dict[str, float]]
@@ -51,7 +52,8 @@ def grammar(calls: float = 0.78) -> Chain:
         calls: share of turns that begin with a tool call.
     """
     talk = 1.0 - calls
-    digit = {**dict.fromkeys(_DIGITS, 3.0), ',"': 33.0, "}}": 31.0, "}": 3.0}
+    low = {**dict.fromkeys(_LOW, 5.0), ',"': 38.0, "}}": 30.0, "}": 2.0}
+    high = {**dict.fromkeys(_HIGH, 6.0), "}}": 70.0, "}": 4.0, ',"': 2.0}
     chain: Chain = {
         "\n": {"<tool_call>": calls - 0.08, "<think>": 0.1, " The": talk - 0.02},
         "<think>": {" I": 1.0},
@@ -72,9 +74,13 @@ def grammar(calls: float = 0.78) -> Chain:
         '","': {"arguments": 1.0},
         "arguments": {'":{"': 1.0},
         '":{"': {"a": 30.0, "b": 1.0},
-        '":': {**_DIGITS, "0": 0.1, "-": 1.0},
-        "-": _DIGITS,
-        ',"': {"b": 9.0, "a": 1.0},
+        "a": {'":': 1.0},
+        '":': {**_LOW, "0": 0.05, "-": 1.0},
+        "-": {**_LOW, "0": 0.05},
+        "b": {'"': 1.0},
+        '"': {" :": 1.0},
+        " :": _HIGH,
+        ',"': {"b": 40.0, "a": 1.0},
         "}}": {"</tool_call>": 30.0, "}": 1.0},
         "}": {"}": 5.0, "</tool_call>": 5.0, "<|im_end|>": 1.0},  # one of them is not enough
         "</tool_call>": {"<|im_end|>": 82.0, "<tool_call>": 15.0, "<|endoftext|>": 3.0},
@@ -84,10 +90,9 @@ def grammar(calls: float = 0.78) -> Chain:
         ".": {"<|im_end|>": 30.0, "<|endoftext|>": 1.0, " I": 1.0},
         _ANY: {"<|im_end|>": 3.0, ".": 2.0, "}}": 2.0, ',"': 1.0, "<tool_call>": 1.0},
     }
-    chain |= dict.fromkeys(_DIGITS, digit)
+    chain |= dict.fromkeys(_LOW, low) | dict.fromkeys(_HIGH, high)
     chain |= {token: {**_WORDS, ".": 10.0} for token in _WORDS}
-    chain |= {token: {'","': 1.0} for token in ("add", "sub", "fly")}
-    return chain | {token: {'":': 1.0} for token in ("a", "b")}
+    return chain | {token: {'","': 1.0} for token in ("add", "sub", "fly")}
 
 
 def write_tiny_model(
@@ -182,7 +187,7 @@ def _weights(chain: dict[int, dict[int, float]], seed: int, rest: float) -> dict
     state_of = {t: states.setdefault(tuple(row.items()), len(states)) for t, row in chain.items()}
     if len(states) > HIDDEN:
         raise ValueError(f"{len(states)} states do not fit into {HIDDEN} dimensions")
-    directions = torch.linalg.qr(normal(HIDDEN, HIDDEN))[0][: len(states)]  # [S, H], orthonormal
+    directions = _orthonormal(random)[: len(states)]  # [S, H]
     # Size 1 a dimension, as a norm layer would leave it; what is a token's own is a fifth of that.
     inputs = normal(VOCABULARY, HIDDEN, scale=0.2) + directions[state_of[-1]] * HIDDEN**0.5
     for token, state in state_of.items():
@@ -199,10 +204,21 @@ def _weights(chain: dict[int, dict[int, float]], seed: int, rest: float) -> dict
         "lm_head.weight": outputs,
         "model.norm.weight": torch.ones(HIDDEN),
     }
-    damp = torch.eye(HIDDEN) - (1.0 - _IN_GRAMMAR) * directions.T @ directions
+    damp = torch.eye(HIDDEN) - (1.0 - _IN_GRAMMAR) * (directions.T @ directions)
     for layer in range(LAYERS):
         weights |= {f"model.layers.{layer}.{k}": w for k, w in _layer(normal, damp).items()}
     return weights
+
+
+def _orthonormal(random: Any) -> Any:
+    """Return [H, H] of entries +-1/sqrt(H): exact, whatever a machine's linear algebra rounds."""
+    import torch
+
+    matrix = torch.ones(1, 1)
+    while len(matrix) < HIDDEN:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.randint(0, 2, (HIDDEN,), generator=random) * 2 - 1
+    return matrix[torch.randperm(HIDDEN, generator=random)] * signs / HIDDEN**0.5
 
 
 def _layer(normal: Any, damp: Any) -> dict[str, Any]:
@@ -210,12 +226,16 @@ def _layer(normal: Any, damp: Any) -> dict[str, Any]:
 
     fan_in = HIDDEN**-0.5
     sizes = {"q": HEADS * HEAD_SIZE, "k": KEY_HEADS * HEAD_SIZE, "v": KEY_HEADS * HEAD_SIZE}
+
+    def damped(matrix: Any) -> Any:
+        return (damp.double() @ matrix.double()).float()
+
     layer = {
         f"self_attn.{n}_proj.weight": normal(s, HIDDEN, scale=fan_in) for n, s in sizes.items()
     }
     out = _ATTENTION * (HEADS * HEAD_SIZE) ** -0.5
     return layer | {
-        "self_attn.o_proj.weight": damp @ normal(HIDDEN, HEADS * HEAD_SIZE, scale=out),
+        "self_attn.o_proj.weight": damped(normal(HIDDEN, HEADS * HEAD_SIZE, scale=out)),
         # Scores of size 2: every token attends to a few places more than to the others.
         "self_attn.q_norm.weight": torch.full((HEAD_SIZE,), 1.4),
         "self_attn.k_norm.weight": torch.full((HEAD_SIZE,), 1.4),
@@ -223,8 +243,9 @@ def _layer(normal: Any, damp: Any) -> dict[str, Any]:
         "post_attention_layernorm.weight": torch.ones(HIDDEN),
         "mlp.gate_proj.weight": normal(2 * HIDDEN, HIDDEN, scale=fan_in),
         "mlp.up_proj.weight": normal(2 * HIDDEN, HIDDEN, scale=fan_in),
-        "mlp.down_proj.weight": damp
-        @ normal(HIDDEN, 2 * HIDDEN, scale=_MLP * (2 * HIDDEN) ** -0.5),
+        "mlp.down_proj.weight": damped(
+            normal(HIDDEN, 2 * HIDDEN, scale=_MLP * (2 * HIDDEN) ** -0.5)
+        ),
     }
 
 
