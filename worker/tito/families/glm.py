@@ -46,10 +46,32 @@ class _Glm(Strict):
             call.status = "malformed_structure"
 
 
+class _Glm45(_Glm):
+    def render_ids(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        ids = super().render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        # The published template begins every call with a newline; the package leaves it out between
+        # two calls that follow a text.
+        begin, end = (self._tokenizer.token_id(mark) for mark in _CALL[:2])
+        newline = self._tokenizer.encode("\n")
+        whole: list[int] = []
+        for number in ids:
+            if number == begin and whole and whole[-1] == end:
+                whole += newline
+            whole.append(number)
+        return whole
+
+
 def _glm(tokenizer: Any, family: Family) -> Strict:
     # Without thinking the package's parser begins behind the reasoning, and knows no markers.
     rules = replace(_RULES, behind_closer=family.thinking)
-    return _Glm(tokenizer, package(family, tokenizer), rules)
+    kind = _Glm45 if family.module == "glm45" else _Glm
+    return kind(tokenizer, package(family, tokenizer), rules)
 
 
 def _family(

@@ -70,8 +70,8 @@ LLAMA: dict[str, Family] = {
         models=("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct"),
         proof=Proof.VERIFIED,
         note=(
-            "one call per turn; the prompt says 26 Jul 2024; with tools the first message that is "
-            "no system message must be the user's"
+            "one call per turn, text beside it is not rendered; the prompt says 26 Jul 2024; with "
+            "tools the first message behind the system message must be the user's"
         ),
     )
 }

@@ -184,6 +184,17 @@ def test_llama_json_that_is_no_call_is_an_answer() -> None:
         assert not found.abnormal_end
 
 
+def test_glm_45_begins_every_call_with_a_newline_as_its_template_does() -> None:
+    renderer = toyvocab.renderer("glm-4.5")
+    call = {"type": "function", "function": {"name": "look", "arguments": {"word": "né"}}}
+    one = "\n<tool_call>look\n<arg_key>word</arg_key>\n<arg_value>né</arg_value>\n</tool_call>"
+    for content in ("", "I look."):
+        turn = {"role": "assistant", "content": content, "tool_calls": [call, call]}
+        text = renderer.decode(renderer.render([{"role": "user", "content": "?"}, turn], None))
+        said = f"\n{content}" if content else ""
+        assert text.endswith(f"<think></think>{said}{one}{one}<|assistant|>")
+
+
 def test_kimi_history_gets_ids_of_the_format_and_sampled_ids_stay() -> None:
     renderer = toyvocab.renderer("kimi-k2")
     call = {"type": "function", "function": {"name": "look", "arguments": {"word": "né"}}}
