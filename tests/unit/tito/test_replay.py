@@ -332,6 +332,13 @@ def test_growth_merge_of_records_and_fold_of_samples_are_bitwise_the_same(
     assert same(merged.sample, played.grown)
     assert same(fold_samples(played.parts, lambda ids: ""), played.grown)
     assert merged.sample.response == played.grown.response
+    for record, part in zip(played.records, played.parts, strict=True):
+        part.teacher_log_probs = np.arange(-len(record.output_ids), 0, dtype=np.float32)
+        record.per_token = {"teacher_log_probs": part.teacher_log_probs}
+    taught = merge_turns(played.records).sample
+    assert taught is not None
+    assert taught.teacher_log_probs is not None
+    assert same(fold_samples(played.parts, lambda ids: ""), taught)
     if replay:
         assert played.grown.rollout_routed_experts is not None
 
