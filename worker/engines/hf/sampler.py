@@ -92,7 +92,7 @@ def draw(logits: torch.Tensor, rows: Sequence[Row], mode: LogprobMode) -> list[D
         log_probs = torch.log_softmax(logits, dim=-1)
     chosen = log_probs.gather(1, tokens[:, None])[:, 0]
     if mode is LogprobMode.PROCESSED:
-        chosen = chosen - probs.sum(dim=-1, dtype=torch.float64).log().float()
+        chosen = chosen - probs.sum(dim=-1).log()
         chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
     return [
         Draw(None if bad else token, log_prob)
@@ -163,10 +163,10 @@ def _invert(probs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """
     size = probs.shape[-1]
     whole = size // BLOCK
-    sums = probs[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(dim=-1, dtype=torch.float64)
+    sums = probs[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(dim=-1)
     if size > whole * BLOCK:
-        rest = probs[:, whole * BLOCK :].sum(dim=-1, keepdim=True, dtype=torch.float64)
-        sums = torch.cat([sums, rest], dim=1)
+        sums = torch.cat([sums, probs[:, whole * BLOCK :].sum(dim=-1, keepdim=True)], dim=1)
+    sums = sums.double()  # a block's own sum is exact to 1e-7 of the block
     numbers = [[uniform(row.seed, row.position)] for row in rows]
     ends = sums.cumsum(dim=-1)
     wanted = torch.tensor(numbers, dtype=torch.float64, device=probs.device) * ends[:, -1:]
