@@ -243,6 +243,22 @@ async def test_an_abort_behind_a_whole_call_goes_on_with_its_result() -> None:
     assert seeds[1] == seeds[2] != seeds[0]
 
 
+async def test_a_stop_between_a_result_and_its_turn_goes_on_with_the_next_turn() -> None:
+    tools = [FunctionTool(f)]
+    base = await attempt(
+        Says(A1, matched=CLOSE), Says(A2, matched=CLOSE), tools=tools, max_response=None
+    )
+    first = await attempt(Says(A1, "abort"), tools=tools, max_response=14)
+    second = await attempt(held=first.sample, tools=tools, max_response=14)
+    assert (second.requests, second.sample.tokens.tolist()) == ([], P0 + A1 + O1)
+    second.sample.status = Status.ABORTED
+    third = await attempt(
+        Says(A2, matched=CLOSE), held=second.sample, tools=tools, max_response=None
+    )
+    assert third.prompts == [P0 + A1 + O1]
+    assert third.requests[0]["sampling_params"] == base.requests[1]["sampling_params"]
+
+
 @variants
 @pytest.mark.parametrize("over", ["process", "http"])
 async def test_case_71_a_cut_in_the_first_turn_ends_the_trajectory_everywhere(
