@@ -13,8 +13,8 @@ Turns of 261 sampled and about 200 observed tokens, 8 to 24 a conversation, prom
 * `cpu_ms_per_turn`: of this process, all threads, in that window; whole conversations included.
 * `turns_per_s_per_core`: turns in a second of CPU time of this process with the engine answering at
   once (nothing waits but for this core), so other processes on the machine do not count.
-* `watch_share`: of this process's CPU, what the check on every sample takes (`worker.fidelity`),
-  timed inside in saturated windows; the clock's own cost is in it.
+* `watch_share`: of this process's CPU, what the check on every sample takes (`worker.fidelity`), by
+  the thread's own clock in saturated windows; the cost of asking that clock is in it.
 * `watch_cpu_ratio`: CPU of a turn with the check by that without it, median of pairs of windows
   that follow each other in this run; on a shared machine it is good for a few per cent. A
   conversation is watched or not as a whole, so few should be in flight: `--in-flight 128`.
@@ -82,16 +82,16 @@ class TimedWatch(Watch):
     def add(self, pieces: tuple[bytes, ...], completion: Completion) -> None:
         """Take one answered request."""
         if self.counts:
-            started = time.perf_counter()
+            started = time.thread_time()
             super().add(pieces, completion)
-            TimedWatch.took_s += time.perf_counter() - started
+            TimedWatch.took_s += time.thread_time() - started
 
     def hold(self, sample: Sample) -> None:
         """Check a finished sample."""
         if self.counts:
-            started = time.perf_counter()
+            started = time.thread_time()
             found = self.check(sample)
-            TimedWatch.took_s += time.perf_counter() - started
+            TimedWatch.took_s += time.thread_time() - started
             assert found is None, found
 
 
