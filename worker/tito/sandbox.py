@@ -66,13 +66,13 @@ class PlainTools:
         self._known = {id(self.data)}
         for tool in self.data:
             self._known.update(id(part) for part in (tool, *tool.values()))
-        self._texts: dict[tuple[Any, ...], str] = {}
+        self._texts: dict[tuple[int, str], str] = {}
 
     def to_json(self, value: Any, *args: Any, **kwargs: Any) -> str:
         """Return the JSON of `value`, from the last time where it is a spec."""
         if id(value) not in self._known:
             return to_json(value, *args, **kwargs)
-        key = (id(value), args, tuple(kwargs.items()))
+        key = (id(value), repr((args, kwargs)))
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = to_json(value, *args, **kwargs)

@@ -195,8 +195,11 @@ class Turns:
         spoken = self._spoken(new)
         if not self._prompts[role] and self._controls(spoken) > self._controls(self._endings[role]):
             return f"it writes no generation prompt (an assistant turn begins with {spoken!r})"
-        whole = self._tokenizer.encode(self._render([*self._dummy(new), *new]))
-        reason = self._differs(whole[-len(behind.ids) :], behind.ids)
+        # Without the mark: a cut would separate what the close must separate.
+        text = self._render([*self._dummy(new), *new]).replace(MARK, SAID)
+        whole = self._tokenizer.encode(text)
+        alone = self._tokenizer.encode(behind.text)
+        reason = self._differs(whole[-len(alone) :], alone)
         if reason:
             return f"message 2 has other ids in the whole text: {reason}"
         for before in self._longer():

@@ -409,7 +409,7 @@ def test_ids_that_end_a_generation_come_from_the_models_configuration(tmp_path: 
 def test_specs_that_are_kept_between_renders_change_nothing(tmp_path: Path) -> None:
     text = template("qwen_like").replace(
         "{{- '\\n' ~ (tool | tojson) -}}",
-        "{{- '\\n' ~ (tool | tojson) ~ (tool.function | tojson(indent=1)) -}}",
+        "{{- '\\n' ~ (tool | tojson) ~ (tool | tojson(indent=1, separators=[', ', ':'])) -}}",
     )
     assert text != template("qwen_like")
     renderer = backend(tmp_path, text=text)
@@ -419,7 +419,8 @@ def test_specs_that_are_kept_between_renders_change_nothing(tmp_path: Path) -> N
         for _ in range(2):
             ids = renderer.render(toy.HI, tools).tolist()
             assert ids == fresh.render(toy.HI, tools).tolist()
-        assert renderer.decode(toy.array(ids)).count('"name": "') == 2 * len(names)
+        text = renderer.decode(toy.array(ids))
+        assert text.count('"name": "') == text.count('"name":"') == len(names)
 
 
 PHI = """\
@@ -470,3 +471,15 @@ def test_template_that_takes_only_parts_gets_parts(tmp_path: Path) -> None:
     suffix = renderer.extend(toy.array(toy.P0), toy.array(toy.A1), toy.NO, None)
     assert suffix.tolist() == toy.U1
     assert self_test(renderer, "parts", **renderer.traits)
+
+
+def test_close_that_is_no_token_behind_a_word_is_refused(tmp_path: Path) -> None:
+    """Out of context it is one id, in context the characters of a word."""
+    from tokenizers import AddedToken
+
+    write_folder(tmp_path, template("toy").replace("<|im_end|>", "ENDTURN"))
+    inner = toy.toy_inner()
+    inner.add_special_tokens([AddedToken("ENDTURN", special=True, single_word=True)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="message 2 has other ids in the whole text"):
+        load(tmp_path)
