@@ -22,8 +22,11 @@ from typing import Any
 import httpx
 import pytest
 
+from rollstream import rescore
+from tests.builders import a_sample
 from tests.scripted_engine import a_reply
 from tests.vocabulary_once import tokenizer_of
+from worker.engines.replay import Asked, ReplayShape, RowShape
 from worker.engines.request import RequestWriter, body_bytes
 from worker.engines.sim.faults import FaultConfig
 from worker.engines.sim.http import port_of, serve
@@ -137,6 +140,28 @@ def test_request_keys_that_the_types_do_not_name_are_ignored_by_sglang_not_refus
     known = set(sglang.GenerateRequest.__struct_fields__)
     # Read by the Python server's own dataclass; the published types ignore unknown keys.
     assert set(a_request(Sampling())) - known == {"return_routed_experts", "return_indexer_topk"}
+
+
+def test_a_request_for_replay_rows_is_one_that_sglang_takes_and_names_where_they_begin(
+    sglang: ModuleType,
+) -> None:
+    asked = Asked(ReplayShape(RowShape(48, 8), RowShape(61, 2048)), 12)
+    head = RequestWriter().head(Sampling(), rid="a" * 32, routing_key="g1", replay=asked)
+    body = json.loads(body_bytes(head, RequestIds([b"1,2", b"3"], 3, 12)))
+    assert sglang.GenerateRequest.from_json_value(body).input_ids == [1, 2, 3]
+    assert set(body) - set(a_request(Sampling())) == {"routed_experts_start_len"}
+
+
+def test_a_request_that_scores_a_sample_is_one_that_sglang_takes_and_samples_nothing(
+    sglang: ModuleType,
+) -> None:
+    sample = a_sample(prompt_ids=(1, 2, 3), turns=(((4, 5), ()),))
+    body = rescore.request_of(sample)
+    assert set(body) <= set(sglang.GenerateRequest.__struct_fields__)
+    read = sglang.GenerateRequest.from_json_value(body)
+    assert read.input_ids == [1, 2, 3, 4, 5]
+    assert (read.return_logprob, read.logprob_start_len, read.stream) == (True, 2, False)
+    assert (read.sampling_params.max_new_tokens, read.sampling_params.temperature) == (0, 0)
 
 
 def test_sampling_keys_that_sglang_refuses_are_refused_by_the_simulated_engine_too(
