@@ -6,7 +6,6 @@ of which the later ones only name more of the reserved tokens.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +40,7 @@ _V4: dict[str, int | None] = {
 }
 _THINK = ("<think>", "</think>")
 _MARKUP = (*tuple(_CALLS)[:4], "<｜tool▁sep｜>")
-_FENCED = re.compile(r"\n```(?:json)?\s*(\S.*?)\s*```\s*$", re.DOTALL)
-_V3_RULES = Rules(close=_EOS, attempt="<｜tool▁calls▁begin｜>", json_body=_FENCED)
+_V3_RULES = Rules(close=_EOS, attempt="<｜tool▁calls▁begin｜>")
 _R1_RULES = replace(_V3_RULES, reasoning=_THINK)
 _V4_RULES = Rules(close=_EOS, reasoning=_THINK, late_system=False, tagged=True)
 

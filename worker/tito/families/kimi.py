@@ -24,8 +24,7 @@ _CALL = (
 _MEDIA = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
 _THINK = ("<think>", "</think>")
 _ID = re.compile(r"functions\.[^:]+:\d+")
-_JSON = re.compile(r"<\|tool_call_argument_begin\|>(.*)", re.DOTALL)
-_RULES = Rules(close=_CLOSE, attempt=_CALL[0], reasoning=_THINK, json_body=_JSON)
+_RULES = Rules(close=_CLOSE, attempt=_CALL[0], reasoning=_THINK)
 
 
 class _Kimi(Strict):

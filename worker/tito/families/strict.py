@@ -10,15 +10,12 @@ Its methods are those of the package's protocol, so `worker.tito.backend` takes 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from rollstream.errors import ConfigError, MergeFault
-
-from ..calls import strict_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,6 @@ class Rules:
     """A system message may stand anywhere."""
     parallel_calls: bool = True
     """A turn may hold several calls."""
-    json_body: re.Pattern[str] | None = None
-    """Its first group is the JSON in the text of a call, to be read strictly."""
     tagged: bool = False
     """Arguments are written one by one, so that they must be an object."""
 
@@ -178,7 +173,7 @@ class Strict:
                 call.token_span = (begin + shift, end + shift)
         calls, content = list(parsed.tool_calls), parsed.content or ""
         for call in calls:
-            if str(call.status) == "ok":
+            if str(call.status) in ("ok", "unknown_tool"):
                 self._judge(call, ids)
         attempt = _first(ids, self._attempt, start)
         if not calls and attempt < len(ids):
@@ -192,15 +187,6 @@ class Strict:
 
     def _judge(self, call: Any, ids: list[int]) -> None:
         """Set another status on a call that the package read loosely; spans are of `ids`."""
-        if self._rules.json_body is None:
-            return
-        body = self._rules.json_body.search(call.raw)
-        if body is None:
-            return
-        try:
-            strict_json(body[1])
-        except (ValueError, RecursionError):
-            call.status, call.arguments = "invalid_json", body[1]
 
     def _suffix(
         self, messages: list[dict[str, Any]], sampled: list[int], tools: list[Any] | None

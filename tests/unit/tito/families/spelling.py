@@ -161,6 +161,7 @@ _GLM = {
     "no end": _glm([("look", {"word": "né"})]).partition("</tool_call>")[0],
     "no value end": _glm([("look", {"word": "né"})]).replace("</arg_value>", ""),
     "no name": _glm([("", {"word": "né"})]),
+    "only a value": "<tool_call>look<arg_value>né</arg_value></tool_call>",
     "no key": _glm([("look", {"a": "1"})]).replace(
         "</tool_call>", "<arg_value>2</arg_value></tool_call>"
     ),

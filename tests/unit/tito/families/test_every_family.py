@@ -6,15 +6,17 @@ Golden ids over published vocabularies are tests of their own.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.errors import MergeFault
+from rollstream.errors import ConfigError, MergeFault
 from rollstream.sample import TokenIds
 from tests.unit.tito.families import toyvocab
 from tests.unit.tito.families.spelling import NAMES, SAME_AS, SPELLINGS
@@ -23,6 +25,7 @@ from worker.tito.families import FAMILIES, Proof
 from worker.tito.ids import as_ids
 from worker.tito.load import load_renderer
 from worker.tito.selftest import Kind, self_test
+from worker.tito.tokenizer import Tokenizer
 from worker.types import ProblemKind
 
 pytestmark = pytest.mark.xdist_group("families")
@@ -132,6 +135,30 @@ def test_a_hub_id_belongs_to_one_family() -> None:
 def test_self_test_passes_from_a_file(name: str, tmp_path: Path) -> None:
     toyvocab.vocabulary(name).save(str(tmp_path / "tokenizer.json"))
     assert load_renderer(tmp_path, name).stop_token_ids == toyvocab.renderer(name).stop_token_ids
+
+
+@every_family
+def test_a_vocabulary_without_one_of_the_family_s_tokens_is_refused_by_its_name(
+    name: str, tmp_path: Path
+) -> None:
+    tokens = toyvocab.control_tokens(name)
+    needed = [token for token in tokens if token in FAMILIES[name].tokens]
+    for lacking in (needed[0], needed[-1]):
+        file = tmp_path / "tokenizer.json"
+        toyvocab.vocabulary(name).save(str(file))
+        spelled = json.dumps(lacking, ensure_ascii=False)[1:-1]
+        file.write_text(file.read_text().replace(f'"{spelled}"', '"<another>"'))
+        with pytest.raises(ConfigError, match=re.escape(lacking)):
+            load_renderer(file, name)
+
+
+@pytest.mark.parametrize("lacking", ["<|vision_start|>", "<|media_pad|>"])
+def test_a_token_that_only_the_package_looks_up_is_refused_by_its_name(lacking: str) -> None:
+    name = "qwen3.5" if "vision" in lacking else "kimi-k2.5"
+    text = toyvocab.vocabulary(name).to_str().replace(f'"{lacking}"', '"<another>"')
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(text), "mine", ())
+    with pytest.raises(ConfigError, match=re.escape(lacking)):
+        RenderersBackend.of_family(tokenizer, FAMILIES[name], name)
 
 
 @every_family
