@@ -482,8 +482,18 @@ async def test_mixture_model_says_which_experts_every_token_took(tmp_path: Path)
         replies.append(
             await hf.generate(longer, return_routed_experts=True, routed_experts_start_len=start)
         )
-    assert replies[-1]["meta_info"]["cached_tokens"] > 0
-    for ids, reply, first in zip([*asked, longer], replies, [0, 0, 0, start], strict=True):
+        await hf.post("/pause_generation", {"mode": "in_place"})
+        call = asyncio.create_task(hf.generate(PROMPT, return_routed_experts=True))
+        await hf.paused_with(waiting=1)
+        hf.pause_after(4)
+        await hf.post("/continue_generation")
+        await hf.paused_with(running=1)
+        await hf.post("/pause_generation", {"mode": "retract"})  # and fed in once more
+        await hf.post("/continue_generation")
+        replies.append(await call)
+    assert replies[3]["meta_info"]["cached_tokens"] > 0
+    sent = [*asked, longer, PROMPT]
+    for ids, reply, first in zip(sent, replies, [0, 0, 0, start, 0], strict=True):
         output, log_probs = outcome(reply)
         assert log_probs == pytest.approx(reference.log_probs(ids, output), abs=NOISE)
         raw = base64.b64decode(reply["meta_info"]["routed_experts"])

@@ -89,8 +89,6 @@ class PrefixStore:
         for entry in self._entries.values():
             if entry.salt != salt or (experts and entry.experts is None):
                 continue
-            if entry.whole and len(entry.ids) > limit:
-                continue
             num = min(num_common(entry.ids, wanted), limit)
             if entry.whole and num < len(entry.ids):
                 continue
