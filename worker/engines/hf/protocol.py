@@ -21,7 +21,7 @@ import numpy as np
 
 from ..request import new_rid
 from ..sim.protocol import Refused, version_spans
-from .params import Params, read_params
+from .params import read_params
 from .task import Task
 
 
@@ -218,8 +218,3 @@ def _experts(task: Task, start: int) -> str | None:
         return None
     rows = np.concatenate(task.experts)[start : len(task.prompt) + len(task.output) - 1]
     return base64.b64encode(np.ascontiguousarray(rows, dtype="<i4").tobytes()).decode()
-
-
-def effective(params: Params) -> dict[str, Any]:
-    """Return parameters as plain values, for people."""
-    return {name: getattr(params, name) for name in Params.__dataclass_fields__}
