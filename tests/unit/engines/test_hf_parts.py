@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -92,3 +94,14 @@ def test_ends_are_those_of_both_files_and_bad_files_are_named(tmp_path: Path) ->
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
         eos_ids(tmp_path, 2)
+
+
+def test_pytorch_is_in_the_extra_and_its_own_file_and_in_no_lock() -> None:
+    root = Path(__file__).parents[3]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    lines = (root / "requirements-hf.txt").read_text().splitlines()
+    assert sorted(extras["hf"]) == sorted(line for line in lines if not line.startswith("#"))
+    for lock in ("requirements.lock", "ops/requirements.lock"):
+        assert not re.search(r"^(torch|nvidia-\S+)==", (root / lock).read_text(), re.MULTILINE)
