@@ -81,6 +81,7 @@ def draw(logits: torch.Tensor, rows: Sequence[Row], mode: LogprobMode) -> list[D
     log_probs = torch.log_softmax(_cooled(_change_logits(logits, rows), rows), dim=-1)
     broken = log_probs.sum(dim=-1).isnan()  # NaN or infinite anywhere in the row
     probs = log_probs.exp()
+    lost = _lost(probs)
     cut = [i for i, row in enumerate(rows) if row.params.truncates and not row.params.greedy]
     if cut:
         probs[cut] = _truncate(probs[cut], [rows[i].params for i in cut])
@@ -90,10 +91,13 @@ def draw(logits: torch.Tensor, rows: Sequence[Row], mode: LogprobMode) -> list[D
         tokens = torch.where(greedy, log_probs.argmax(dim=-1), tokens)
     if mode is LogprobMode.RAW:
         log_probs = torch.log_softmax(logits, dim=-1)
+        lost = _lost(log_probs.exp())
     chosen = log_probs.gather(1, tokens[:, None])[:, 0]
     if mode is LogprobMode.PROCESSED:
-        chosen = chosen - probs.sum(dim=-1).log()
+        chosen = chosen - _lost(probs)
         chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
+    else:
+        chosen = chosen - lost
     return [
         Draw(None if bad else token, log_prob)
         for token, log_prob, bad in zip(
@@ -162,11 +166,7 @@ def _invert(probs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     more than a small model's forward pass. Every row is summed in the same order in any batch.
     """
     size = probs.shape[-1]
-    whole = size // BLOCK
-    sums = probs[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(dim=-1)
-    if size > whole * BLOCK:
-        sums = torch.cat([sums, probs[:, whole * BLOCK :].sum(dim=-1, keepdim=True)], dim=1)
-    sums = sums.double()  # a block's own sum is exact to 1e-7 of the block
+    sums = _block_sums(probs)
     numbers = [[uniform(row.seed, row.position)] for row in rows]
     ends = sums.cumsum(dim=-1)
     wanted = torch.tensor(numbers, dtype=torch.float64, device=probs.device) * ends[:, -1:]
@@ -176,6 +176,25 @@ def _invert(probs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     inside = probs.gather(1, ids.clamp(max=size - 1)).double().masked_fill(ids >= size, 0.0)
     within = _first_above(inside.cumsum(dim=-1), wanted)
     return (block * BLOCK + within)[:, 0].clamp(max=size - 1)
+
+
+def _block_sums(probs: torch.Tensor) -> torch.Tensor:
+    """Return [B, blocks] sums in float64; each is exact to 1e-7 of its block."""
+    size = probs.shape[-1]
+    whole = size // BLOCK
+    sums = probs[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(dim=-1)
+    if size > whole * BLOCK:
+        sums = torch.cat([sums, probs[:, whole * BLOCK :].sum(dim=-1, keepdim=True)], dim=1)
+    return sums.double()
+
+
+def _lost(probs: torch.Tensor) -> torch.Tensor:
+    """Return [B]: the log of what probabilities really sum to.
+
+    `torch.log_softmax` sums a row in a few float32 lanes on a CPU; the lane that has a likely token
+    loses what the rare ones add to it. Of 152k ids that was 2e-4 of a log-prob.
+    """
+    return _block_sums(probs).sum(dim=-1).log().float()
 
 
 def _first_above(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -192,5 +211,8 @@ def scores(logits: torch.Tensor, targets: Sequence[int]) -> list[float]:
     """
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     ids = torch.tensor(list(targets), device=log_probs.device)
-    values: list[float] = log_probs.gather(1, ids[:, None])[:, 0].tolist()
+    chosen = log_probs.gather(1, ids[:, None])[:, 0]
+    if log_probs.device.type != "mps":  # it has no float64, and sums otherwise
+        chosen = chosen - _lost(log_probs.exp())
+    values: list[float] = chosen.tolist()
     return values
