@@ -216,3 +216,18 @@ def test_template_sees_only_plain_data() -> None:
     assert type(plain_data(given)["role"]) is str
     with pytest.raises(RenderError):
         rendered("{{ messages[0].role.read() }}", [given])
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("{{ '{:1000000000}'.format(1) }}", "a format has a width"),
+        ("{{ '%1000000000d' % 1 }}", "a format has a width"),
+        ("{{ 'a'.center(1000000000) }}", "`center` pads to more than"),
+        ("{{ namespace(__class__=1) }}", "a namespace takes no private name"),
+        ("{% set n = namespace() %}{% set n._x = 1 %}", "a namespace takes no private name"),
+    ],
+)
+def test_what_is_refused_is_refused_before_it_is_made(source: str, what: str) -> None:
+    with pytest.raises(RenderError, match=what):
+        rendered(source)
