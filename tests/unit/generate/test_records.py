@@ -63,8 +63,18 @@ def check_invariants(samples: Any, asked: list[Asked], replies: list[Says]) -> l
 
 
 # --- one call ------------------------------------------------------------------------------------
+class KeepsSalts(InProcess):
+    """Keeps what salted the cache of every call."""
+
+    salts: list[int | None]
+
+    async def generate(self, prompt: Any, sampling: Any, **fields: Any) -> Any:
+        self.salts = [*getattr(self, "salts", []), fields["salt"]]
+        return await super().generate(prompt, sampling, **fields)
+
+
 async def test_a_recorded_call_has_the_seed_salt_budget_and_provenance_of_its_turn() -> None:
-    engine = InProcess([Says(A1, version=3), Says(A2, version=4)])
+    engine = KeepsSalts([Says(A1, version=3), Says(A2, version=4)])
     versions = iter([3, 3, 4, 5])
     stage = given(engine, toy_renderer(), HI, limits={"max_context": 30},
                   version=lambda: next(versions))  # fmt: skip
@@ -75,6 +85,7 @@ async def test_a_recorded_call_has_the_seed_salt_budget_and_provenance_of_its_tu
     assert [one.ids for one in engine.asked] == [P0, P0 + A1 + O1]
     assert [one.max_new_tokens for one in engine.asked] == [20, 6]
     assert [one.seed for one in engine.asked] == [stage.turn_seed(0), stage.turn_seed(1)]
+    assert engine.salts == [3, 3], "later calls find the cache of the first"
     assert second is not None
     assert (second.dispatched_version, second.versions) == (4, [(4, 0, 2)])
     assert await record_call(stage, turns, [7] * 30) is None
@@ -238,6 +249,7 @@ async def test_turns_beyond_max_seq_len_are_left_out_and_counted() -> None:
         assert isinstance(sample, Sample)
         assert (len(sample.calls), sample.stop_reason) == (kept, reason)
         assert sample.metadata.get("left_out_turns", 0) == 2 - kept
+        assert short.sample.metadata == {}, "what was given is copied"
 
 
 async def test_a_fault_of_the_engine_goes_through_and_records_nothing() -> None:

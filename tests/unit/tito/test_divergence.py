@@ -117,6 +117,15 @@ def test_54_a_client_that_strips_reasoning_trains_only_after_what_the_engine_saw
     assert dropped(result) == [(1, 10, 5), (2, 23, 5)]
 
 
+def test_every_dropped_id_is_counted_with_the_first_rewriting_that_reached_it() -> None:
+    history = [
+        turn([1], [2, 3]), turn([1, 2, 3, 4], [5, 6]), turn([1, 2, 3, 4, 9], [7]),
+        turn([1, 8], [7]),
+    ]  # fmt: skip
+    # Turn 2 left turn 0 alone and rewrote the reply of turn 1; turn 3 rewrote what was left.
+    assert dropped(resolve(history, KEEP)) == [(2, 4, 2), (3, 1, 3)]
+
+
 # --- public reports ------------------------------------------------------------------------------
 def test_case_126_of_a_request_sent_twice_the_reply_that_the_client_went_on_with_is_kept() -> None:
     again = [31, 32, 2]
@@ -202,6 +211,7 @@ def test_a_branch_takes_the_rows_that_it_did_not_ask_for_from_the_turn_that_fed_
     assert [len(one.calls) for one in samples(resolve(history, FORK))] == [2]
     result = resolve(history, KEEP)
     assert samples(result)[0].tokens.tolist() == [1, 2, 3, 4]
+    assert (dropped(result), result.left_out) == ([(2, 4, 1)], 2)
     assert result.merged[0].gap == "routed_experts of record 3 starts at row 5: rows are missing"
 
 
