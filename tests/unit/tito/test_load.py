@@ -153,6 +153,16 @@ def test_load_names_the_token_that_another_vocabulary_lacks_or_numbers_otherwise
         load_renderer(tmp_path, "qwen3")
 
 
+def test_load_refuses_a_vocabulary_of_the_family_that_the_self_test_refuses(
+    tmp_path: Path, vocabulary: Path
+) -> None:
+    damaged = json.loads(vocabulary.read_text())
+    damaged["decoder"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
+    with pytest.raises(ConfigError, match="does not decode to the text it encoded"):
+        load_renderer(tmp_path, "qwen3")
+
+
 def test_thinking_can_be_switched_off_by_name(vocabulary: Path) -> None:
     renderer = load_renderer(vocabulary, "qwen3-no-thinking")
     text = renderer.decode(renderer.render([{"role": "user", "content": "hi"}], None))

@@ -240,6 +240,29 @@ def test_turn_that_the_next_role_closes_keeps_every_ending(
     assert roles.parse(as_ids(reply), as_ids([1])).abnormal_end is abnormal
 
 
+def test_turn_that_the_next_role_closes_gets_the_role_of_whoever_speaks(
+    roles: RenderersBackend,
+) -> None:
+    window = as_ids([3, 30, 1])
+    for reply in ([30], [30, 2], [30, 7]):
+        assert roles.extend(window, as_ids(reply), toy.NO, None).tolist() == [3, 1110, 1111, 1]
+    assert roles.extend(window, as_ids([30, 3]), toy.NO, None).tolist() == [1110, 1111, 1]
+
+
+def test_parse_executes_nothing_where_the_package_says_that_reasoning_is_open() -> None:
+    class Open(toy.ToyTemplate):
+        def parse_response(self, ids: list[int], **options: Any) -> Any:
+            parsed = super().parse_response(ids, **options)
+            parsed.reasoning_complete = False
+            return parsed
+
+    tokenizer = toy.toy_tokenizer()
+    renderer = RenderersBackend(tokenizer, Open(tokenizer), toy.CLOSE)
+    call = [toy.CALL, *tokenizer.encode('{"name": "f", "arguments": {}}'), toy.CALL_END, toy.CLOSE]
+    assert renderer.parse(as_ids(call), as_ids([1, 22, 10])).tool_calls == []
+    assert toy.toy_renderer().parse(as_ids(call), as_ids([1, 22, 10])).tool_calls
+
+
 def test_turn_may_end_by_several_ids_and_be_shown_with_another() -> None:
     """As gpt-oss: a final answer ends by 3, a call by 7, and history shows `2` for the first."""
 

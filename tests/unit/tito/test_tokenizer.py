@@ -138,6 +138,16 @@ def test_escape_leaves_no_control_string_where_they_overlap(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
+def test_escape_cuts_a_control_string_that_is_the_beginning_of_a_longer_one() -> None:
+    # The toy cuts in front of "hello", so what is left of the cut is a control string itself.
+    tokenizer = _vocabulary(
+        *(tokenizers.AddedToken(t, normalized=False) for t in ("[a", "[ahello]"))
+    )
+    ids = tokenizer.encode_plain("[ahello]")
+    assert not set(ids) & tokenizer.control_ids
+    assert tokenizer.decode(ids) == "[ahello]"
+
+
 def test_escape_sees_a_control_string_that_only_the_normalizer_makes() -> None:
     kelvin = tokenizers.AddedToken("<|OK|>", normalized=True)
     tokenizer = _vocabulary(kelvin, normalizer=tokenizers.normalizers.NFC())
