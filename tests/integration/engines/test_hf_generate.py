@@ -31,6 +31,7 @@ need_torch()
 
 import torch  # noqa: E402 - only where it is there
 
+from rollstream.errors import ConfigError  # noqa: E402
 from worker.engines.hf.params import Params  # noqa: E402
 from worker.engines.hf.sampler import LogprobMode, Row, draw, uniform  # noqa: E402
 from worker.engines.pool import EnginePool, RetryPolicy  # noqa: E402
@@ -466,6 +467,32 @@ async def test_model_without_full_attention_runs_one_request_at_a_time_and_reuse
     for ids, reply in zip([*asked, longer], replies, strict=True):
         output, log_probs = outcome(reply)
         assert log_probs == pytest.approx(reference.log_probs(ids, output), abs=NOISE)
+
+
+async def test_cache_that_gives_other_logits_than_the_model_is_not_used(
+    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.engines.hf import kv
+    from worker.engines.hf.model import Model
+
+    def blind(self: Any, allowed: Any) -> Any:
+        return torch.ones_like(allowed)
+
+    monkeypatch.setattr(kv.SlotKv, "_mask", blind)
+    with running(folder) as hf:
+        assert (await hf.state())["batched"] is False
+        output, log_probs = outcome(await hf.generate(PROMPT))
+        assert log_probs == pytest.approx(reference.log_probs(PROMPT, output), abs=NOISE)
+    prefill = kv.LoneKv.prefill
+
+    def forgetful(self: Any, place: Any, ids: Any, keep: int) -> Any:
+        if place.length:
+            self.reset(place)
+        return prefill(self, place, ids, keep)
+
+    monkeypatch.setattr(kv.LoneKv, "prefill", forgetful)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM cannot be run with a cache"):
+        Model(folder, device="cpu")
 
 
 async def test_mixture_model_says_which_experts_every_token_took(tmp_path: Path) -> None:

@@ -199,14 +199,8 @@ class Model:
         _check_same(path, self._net.config.to_dict(), net.config.to_dict())
         new = net.state_dict()
         held = self._net.state_dict()
-        if sorted(new) != sorted(held):
-            names = sorted(set(new) ^ set(held))
-            raise ConfigError(f"{path} has other parameters than the model, e.g. {names[0]}")
-        for name, tensor in held.items():
-            if new[name].shape != tensor.shape:
-                raise ConfigError(
-                    f"{path}: {name} is {list(new[name].shape)}, the model has {list(tensor.shape)}"
-                )
+        if {n: t.shape for n, t in new.items()} != {n: t.shape for n, t in held.items()}:
+            raise ConfigError(f"{path} has parameters of other shapes than the model")
         for name, tensor in held.items():
             tensor.copy_(new[name])
         self.path = path
