@@ -4,8 +4,8 @@
 
 Turns of 750 sampled and 250 observed tokens, 1,000 a turn, so 128 turns hold 128k tokens; the
 records' prompts together hold 8.2 million. Without the decoding of the response text, which the
-worker does per turn or in a thread. The exponents are least-squares slopes of log(ms) over
-log(tokens).
+worker does per turn or in a thread. Milliseconds are CPU time, which other processes disturb least;
+the exponents are least-squares slopes of log(ms) over log(tokens).
 
 - `shared`: prompts are views of the one array that a session appends to.
 - `copied`: a copy of the prompt each, as they come out of a file. Each has to be read once, so
@@ -68,16 +68,16 @@ def _rows(start: int, end: int) -> Replay:
 def milliseconds(
     turns: int, policy: DivergencePolicy | None = None, rounds: int = 25, **kind: bool
 ) -> float:
-    """Return the median time of one merge; through `resolve` where a policy is given."""
+    """Return the median CPU time of one merge; through `resolve` where a policy is given."""
     made = records(turns, rewritten=policy is not None, **kind)
     taken = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         if policy is None:
             num_turns = merge_turns(made).num_turns
         else:
             num_turns = resolve(made, policy).merged[-1].num_turns
-        taken.append((time.perf_counter() - start) * 1e3)
+        taken.append((time.process_time() - start) * 1e3)
         assert num_turns == (turns if policy is None else turns - turns // 2)
     return sorted(taken)[rounds // 2]
 

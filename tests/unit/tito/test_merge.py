@@ -127,14 +127,14 @@ def _assert_equal(merged: Merged | str, slow: Slow | str) -> None:
     assert (sample.prompt_length, sample.status) == (slow.prompt_length, slow.status)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(turns=conversations(), max_seq_len=st.one_of(st.none(), st.integers(0, 20)))
 def test_merge_equals_the_obvious_one(turns: list[Turn], max_seq_len: int | None) -> None:
     records = [turn.record() for turn in turns]
     _assert_equal(_outcome(records, max_seq_len), slow_merge(turns, max_seq_len, 0))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(turns=conversations(), max_trim=st.integers(0, 2))
 def test_merge_with_a_trim_equals_the_obvious_one(turns: list[Turn], max_trim: int) -> None:
     slow = slow_merge(turns, None, max_trim)
