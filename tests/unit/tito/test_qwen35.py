@@ -23,6 +23,7 @@ from worker.tito.families import FAMILIES
 from worker.tito.ids import as_ids
 from worker.tito.load import load_renderer
 from worker.tito.selftest import Kind, self_test
+from worker.tito.tokenizer import Tokenizer
 from worker.types import ProblemKind
 
 pytestmark = pytest.mark.xdist_group("tito")
@@ -58,11 +59,12 @@ def vocabulary36() -> Path:
 
 @pytest.fixture(scope="session")
 def family(vocabulary36: Path) -> Any:
+    tokenizer = Tokenizer.load(vocabulary36, FAMILIES["qwen3.6"].scaffold)
     made: dict[str, RenderersBackend] = {}
 
     def load(name: str) -> RenderersBackend:
-        if name not in made:
-            made[name] = load_renderer(vocabulary36, name)
+        if name not in made:  # one vocabulary for all: loading it is what takes the time
+            made[name] = RenderersBackend.of_family(tokenizer, FAMILIES[name], name)
         return made[name]
 
     return load
