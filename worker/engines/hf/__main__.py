@@ -152,12 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"hf engine: {error}\n")
         return 2
-    if batch.alive:  # inside a long operation of PyTorch: the interpreter would wait for it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter's own end takes seconds with PyTorch loaded, and would wait for a step.
+    os._exit(code)
