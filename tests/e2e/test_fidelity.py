@@ -435,7 +435,7 @@ def test_short_run_fails_for_every_damage(rollouts: tuple[Rollouts, Report], dam
 @pytest.mark.timeout(600)
 def test_engine_that_reports_another_distribution_is_found_by_the_teacher_alone() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.fidelity", "--json", "--samples", "8", "--break", "raw"],
+        [sys.executable, "-m", "tests.e2e.fidelity", "--json", "--samples", "16", "--break", "raw"],
         cwd=ROOT,
         env=dict(os.environ),
         stdin=subprocess.DEVNULL,

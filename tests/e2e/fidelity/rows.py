@@ -46,7 +46,7 @@ def _prompt(draw: random.Random, number: int) -> list[Message]:
 
 def temperature_of(number: int, temperatures: tuple[float, ...]) -> float:
     """Return the temperature of a prompt's samples."""
-    return temperatures[number // 2 % len(temperatures)]
+    return temperatures[(number + number // 4) % len(temperatures)]
 
 
 def as_rows(
