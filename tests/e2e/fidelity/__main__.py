@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import shutil
@@ -28,6 +29,9 @@ def main() -> int:
     options = parse(sys.argv[1:])
     if not VOCABULARY.exists():
         sys.stderr.write(f"fidelity: there is no {VOCABULARY}; run make setup\n")
+        return EXIT_WRONG
+    if importlib.util.find_spec("torch") is None:
+        sys.stderr.write("fidelity: it runs a real model, which needs PyTorch; run make hf\n")
         return EXIT_WRONG
     os.environ["HF_HUB_OFFLINE"] = "1"
     signal.signal(signal.SIGTERM, _interrupt)
