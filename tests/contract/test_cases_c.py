@@ -27,6 +27,7 @@ DONE = f"Done.{END}"
 async def ran(renderer: Any, first: str | Says, *names: str, **fields: Any) -> tuple[Rolled, Any]:
     """Run `first` and an answer, with tools of these names."""
     tools = [Recorder(name) for name in names]
+    fields.setdefault("sampling", Sampling(max_new_tokens=8000))
     return await rolled(renderer, first, DONE, tools=tools, **fields), tools
 
 

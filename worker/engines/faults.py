@@ -73,8 +73,8 @@ RULES: dict[Detail, Rule] = {
     ),
     Detail.ID_MISMATCH: Rule("a log-prob belongs to another id than output_ids says", again=True),
     Detail.BAD_REPLY: Rule(
-        "not JSON, fields missing, version spans with gaps, over 64 MiB, or the reply of another "
-        "request",
+        "not JSON, fields missing, version spans with gaps, over 64 MiB, more tokens than were "
+        "asked for, or the reply of another request",
         again=True,
     ),
     Detail.UNKNOWN_FINISH: Rule("a finish reason that is not stop, length or abort", again=True),

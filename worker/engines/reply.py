@@ -2,9 +2,9 @@
 
 Owns the typed reply and its validation. Never does I/O, and never reads the engine's text.
 Invariant: a `Completion` that leaves here has as many finite log-probs as ids, of the same ids,
-inside the vocabulary, behind the prompt that we sent, version spans that cover it, and exactly the
-replay rows that were asked for; anything else is an `EngineFault` and its tokens are discarded. Its
-arrays are read-only: what was sampled is nobody's to change.
+inside the vocabulary and no more than were permitted, behind the prompt that we sent, version spans
+that cover it, and exactly the replay rows that were asked for; anything else is an `EngineFault`
+and its tokens are discarded. Its arrays are read-only: what was sampled is nobody's to change.
 
 Axes: C sampled tokens of one reply.
 """
@@ -85,6 +85,7 @@ def read_reply(
     num_prompt: int,
     version: int,
     max_token_id: int,
+    max_new_tokens: int | None = None,
     replay: Asked | None = None,
 ) -> Completion:
     """Return what an engine answered, validated.
@@ -97,6 +98,7 @@ def read_reply(
         num_prompt: how many ids we sent.
         version: the weight version current at dispatch.
         max_token_id: the highest id of the vocabulary.
+        max_new_tokens: what the request permitted.
         replay: what the request asked for.
 
     Raises:
@@ -116,6 +118,11 @@ def read_reply(
         )
     finish = _finish(meta.finish_reason, engine)
     plain_ids, entries = _plain(reply, engine)
+    if max_new_tokens is not None and len(plain_ids) > max_new_tokens:
+        raise fault(
+            Detail.BAD_REPLY,
+            f"{engine} sampled {len(plain_ids)} tokens where {max_new_tokens} were permitted",
+        )
     ids = _ids(plain_ids, max_token_id, engine)
     log_probs = _log_probs(entries, engine)
     if meta.prompt_tokens is not None and meta.prompt_tokens != num_prompt:

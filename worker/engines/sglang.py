@@ -184,6 +184,7 @@ class SglangClient:
             num_prompt=num_prompt,
             version=version,
             max_token_id=self._max_token_id,
+            max_new_tokens=sampling.max_new_tokens,
             replay=asked,
         )
         if witness is not None:

@@ -46,10 +46,11 @@ async def a_pool(*urls: str, **changes: Any) -> AsyncIterator[EnginePool]:
         await pool.aclose()
 
 
-async def ask(pool: EnginePool, key: str = "g1", **options: Any) -> Completion:
-    return await pool.generate(
-        PROMPT, Sampling(max_new_tokens=16, seed=5), routing_key=key, version=3, **options
-    )
+async def ask(
+    pool: EnginePool, key: str = "g1", *, max_new_tokens: int = 16, **options: Any
+) -> Completion:
+    sampling = Sampling(max_new_tokens=max_new_tokens, seed=5)
+    return await pool.generate(PROMPT, sampling, routing_key=key, version=3, **options)
 
 
 async def fault_of(pool: EnginePool, **options: Any) -> EngineFault:
@@ -114,8 +115,17 @@ async def test_client_salts_the_prefix_cache_by_the_trajectorys_first_version() 
 async def test_client_reads_a_reply_that_comes_in_pieces() -> None:
     ids = list(range(20_000))
     async with scripted(a_reply(ids)) as engine, a_pool(engine.url) as pool:
-        completion = await ask(pool)
+        completion = await ask(pool, max_new_tokens=len(ids))
     assert completion.ids.tolist() == ids
+
+
+async def test_client_takes_no_reply_that_is_longer_than_what_it_permitted() -> None:
+    async with scripted(a_reply(range(17))) as engine, a_pool(engine.url) as pool:
+        fault = await fault_of(pool)
+        whole = await ask(pool, max_new_tokens=17)
+    assert fault.detail == "bad_reply"
+    assert "sampled 17 tokens where 16 were permitted" in str(fault)
+    assert whole.ids.tolist() == list(range(17))
 
 
 async def test_client_leaves_no_reference_cycle_behind_a_request() -> None:
