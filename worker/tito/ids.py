@@ -23,8 +23,18 @@ def as_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """Return `ids` as an int32 array, the same one where it is such an array already.
 
     Shape: [L]
+
+    Raises:
+        ValueError: no whole numbers, or some that int32 cannot hold: a cast would make other ids
+            of them, silently.
     """
-    return np.ascontiguousarray(ids, dtype=np.int32)
+    array = np.asarray(ids)
+    if array.dtype != np.int32 and array.size:
+        cast = array.astype(np.int32) if array.dtype.kind in "iu" else None
+        if cast is None or not np.array_equal(cast, array):
+            raise ValueError(f"token ids must be whole numbers of 32 bits, not {array.dtype}")
+        array = cast
+    return np.ascontiguousarray(array, dtype=np.int32)
 
 
 def ids_json(ids: TokenIds) -> bytes:
@@ -38,7 +48,7 @@ def prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> PromptIds:
 
     The array is read-only: one member must not be able to change what the others hold.
     """
-    held = np.array(ids, dtype=np.int32)
+    held = np.array(as_ids(ids))
     held.flags.writeable = False
     return PromptIds(ids=held, json=ids_json(held))
 

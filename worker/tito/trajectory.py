@@ -32,7 +32,7 @@ from rollstream.sample import (
 )
 
 from ..types import Completion, Finish, PromptIds, RequestIds
-from .ids import ids_json, prompt_ids
+from .ids import as_ids, ids_json, prompt_ids
 from .replay import ReplayRows
 from .turns import PER_TOKEN, REPLAY, versions_of
 
@@ -266,10 +266,13 @@ class Trajectory:
         """Append ids that no policy sampled: mask 0, log-prob 0.0.
 
         Shape: [any]; nothing happens for no ids.
+
+        Raises:
+            ValueError: no whole numbers of 32 bits.
         """
         if len(ids) == 0:
             return
-        own = _own(ids, np.int32)
+        own = _own(as_ids(ids), np.int32)
         self._chunks.append(_Chunk(own))
         self._pieces.append(ids_json(own))
         self._num_tokens += len(own)

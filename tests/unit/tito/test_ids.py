@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from worker.tito.ids import first_difference, same_memory, shared_length
+from worker.tito.ids import as_ids, first_difference, prompt_ids, same_memory, shared_length
+from worker.tito.trajectory import Trajectory
 
 LENGTH = 20_000
 """More than the first blocks in which ids are compared."""
@@ -38,3 +41,30 @@ def test_views_agree_only_where_they_are_of_the_same_ids() -> None:
     assert not same_memory(a, a[::2])
     assert not same_memory(a, a.view(np.int16))
     assert shared_length(a, a[::2]) == 1
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([5, 2**32 + 5]), np.array([2**31], np.uint32), np.array([1.7, 2.0]), [1, 2.5],
+        [1, 2**40], np.array([True]),
+    ],
+)  # fmt: skip
+def test_ids_that_a_cast_would_turn_into_others_are_refused(ids: Any) -> None:
+    with pytest.raises(ValueError, match="whole numbers of 32 bits"):
+        as_ids(ids)
+    with pytest.raises(ValueError, match="whole numbers of 32 bits"):
+        Trajectory(prompt_ids([1]), ()).add_observation(ids)
+    with pytest.raises(ValueError, match="whole numbers of 32 bits"):
+        prompt_ids(ids)
+
+
+@pytest.mark.parametrize(
+    "ids", [[3, 4], (3, 4), np.array([3, 4]), np.array([3, 4], ">i4"), np.array([3, 0, 4])[::2]]
+)
+def test_ids_of_any_integer_type_are_what_they_were(ids: Any) -> None:
+    assert (as_ids(ids).tolist(), as_ids(ids).dtype) == ([3, 4], np.int32)
+    held = Trajectory(prompt_ids([1]), ())
+    held.add_observation(ids)
+    assert held.request().pieces == (b"1", b"3,4")
+    assert len(as_ids([])) == 0
