@@ -190,7 +190,9 @@ class Worker:
             engine=self._pool,
             renderer=renderer,
             book=book,
-            finish=functools.partial(finish, decode=renderer.decode),
+            finish=functools.partial(
+                finish, decode=renderer.decode, max_token_id=renderer.max_token_id
+            ),
             version=lambda: self._view.version,
             run_seed=settings.run.seed,
             debug_messages=settings.debug.messages,

@@ -144,11 +144,6 @@ class Rollout:
     async def _score(self, work: Work, env: EnvRuntime, trajectory: Trajectory) -> None:
         if env.scorer is None or worst_leaf(trajectory).status not in _SCORED:
             return
-        for leaf in leaves_of(trajectory):
-            # A score judges what was sampled; a function that writes into it gets numpy's error.
-            leaf.tokens.flags.writeable = False
-            if leaf.rollout_log_probs is not None:
-                leaf.rollout_log_probs.flags.writeable = False
         with timed(work.spans, "reward"), boundary(RewardFault):
             await env.scorer.score(trajectory, work.group.group)
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from rollstream.errors import AgentFault, Status, StopReason
+from rollstream.group import PromptGroup
 from rollstream.sample import Sample
+from rollstream.wire import decode_body, encode_body
 from tests.builders import a_sample
 from tests.generate_stage import InProcess, Says, check, given
 from tests.unit.generate import weather
@@ -214,3 +216,82 @@ async def test_one_demo_group_in_ten_returns_lists(
     stage = given(engine, qwen3, weather.QUESTION, group_index=group_index)
     result = finish(stage.sample, await generate(stage))
     assert isinstance(result, list) is is_list
+
+
+# --- values that no length shows -----------------------------------------------------------------
+A_CALL = returned().calls[0]
+ROWS = np.zeros((4, 2, 1), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tokens": [1, 2, 3, 4, -5]}, "tokens holds -5, the vocabulary is 0..100"),
+        ({"tokens": [-1, 2, 3, 4, 5]}, "tokens holds -1, "),
+        ({"tokens": [1, 2, 3, 4, 101]}, "tokens holds 101, the vocabulary is 0..100"),
+        ({"loss_mask": [2, 1]}, "loss_mask holds 2, expected 0 and 1"),
+        ({"loss_mask": np.array([0, 255], np.uint8)}, "loss_mask holds 255, "),
+        ({"rollout_log_probs": [-0.5, 0.01]}, "a log-prob is finite and <= 0"),
+        ({"rollout_log_probs": [-0.5, -1e300]}, "finite"),
+        ({"rollout_log_probs": [float("nan"), -0.5], "calls": []}, "finite"),
+        ({"rollout_log_probs": [float("-inf"), -0.5], "calls": []}, "finite"),
+        ({"tokens": np.ones((5, 1), np.int32)}, r"tokens has shape \(5, 1\)"),
+        ({"loss_mask": np.ones((2, 1), np.uint8)}, r"loss_mask has shape \(2, 1\)"),
+        ({"response": b"bytes"}, "response is bytes, expected text"),
+        ({"rollout_routed_experts": ROWS[:, 0]}, "expected whole numbers"),
+        ({"rollout_routed_experts": ROWS.astype(np.float16)}, "expected whole numbers"),
+        ({"rollout_indexer_topk": ROWS[:3]}, r"\[4, layers, top_k\]"),
+        ({"rollout_indexer_topk": ROWS + np.int64(2**40)}, "int32"),
+    ],
+)
+def test_values_that_would_reach_a_loss_as_they_are_are_refused(
+    fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(AgentFault, match=says):
+        finish(pending(), GenerateOutput(returned(**fields)), max_token_id=100)
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        [("v3", 3, 5)], [(3, 0, 2)], [(3, 3, 4)], [(3, 4, 5)], [(3, 3, 4), (4, 3, 5)],
+        [(3, 3.0, 5)], [(3, 3, 6)], [(3, 3, 5), (4, 5, 4)],
+    ],
+)  # fmt: skip
+def test_versions_that_do_not_cover_their_call_are_refused(versions: Any) -> None:
+    call = dataclasses.replace(A_CALL, versions=versions)
+    with pytest.raises(
+        AgentFault, match=r"do not cover its tokens 3\.\.5|interpreted as an integer"
+    ):
+        one(GenerateOutput(returned(calls=[call])))
+
+
+def test_a_call_without_versions_has_the_one_at_its_dispatch() -> None:
+    call = dataclasses.replace(A_CALL, versions=[], dispatched_version=9)
+    sample = one(GenerateOutput(returned(calls=[call])))
+    assert sample.calls[0].versions == [(9, 3, 5)]
+    assert sample.weight_versions == [9]
+
+
+def test_numbers_of_numpy_become_plain_ones_that_the_wire_takes() -> None:
+    call = dataclasses.replace(
+        A_CALL, start=np.int64(3), end=np.int32(5), versions=[[np.int64(4), np.int64(3), 5]]
+    )
+    fields = {"calls": [call], "response_length": np.int64(2)}
+    sample = one(GenerateOutput(returned(**fields, rollout_routed_experts=ROWS.astype(np.uint8))))
+    back = decode_body(encode_body(sample), PromptGroup(7, 4, "a prompt"))
+    assert isinstance(back, Sample)
+    assert back.calls == [dataclasses.replace(A_CALL, versions=[(4, 3, 5)])]
+    assert back.rollout_routed_experts is not None
+    assert (back.response_length, back.rollout_routed_experts.dtype) == (2, np.int32)
+
+
+def test_arrays_of_a_returned_sample_are_its_own_and_what_was_sampled_is_read_only() -> None:
+    memory = np.arange(10, dtype=np.int32)
+    sample = one(GenerateOutput(returned(tokens=memory[1:6], loss_mask=[0, 1])))
+    memory[:] = 0
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 5]
+    for held in (sample.tokens, sample.rollout_log_probs):
+        with pytest.raises(ValueError, match="read-only"):
+            held[0] = 1
+    sample.loss_mask[0] = 1  # a reward may narrow it
