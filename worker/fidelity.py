@@ -96,7 +96,7 @@ class Watch:
     Attributes:
         is_prompt_proven: the JSON of the group's prompt was compared with its ids.
         num_checked: calls that were held against what was sent.
-        num_unknown: calls of which this worker sent nothing.
+        num_unknown: calls of which this worker sent nothing; samples that train tokens of no call.
     """
 
     __slots__ = (
@@ -142,6 +142,8 @@ class Watch:
                 return found
             if exchange.pieces and exchange.pieces[0] is self._prompt.json:
                 self.is_prompt_proven = True
+        if not sample.calls and sample.loss_mask is not None and sample.loss_mask.any():
+            self.num_unknown += 1
         return None
 
 
@@ -240,8 +242,11 @@ class _Reading:
             )
         return None
 
-    def _of_reply(self, call: Call, exchange: _Exchange) -> Mismatch:
-        """Return the first difference between a reply and its place in the sample."""
+    def _of_reply(self, call: Call, exchange: _Exchange) -> Mismatch | None:
+        """Return the first difference between a reply and its place in the sample.
+
+        None where only the sign of a zero differs, which a sum with 0.0 changes.
+        """
         count, total = call.end - call.start, len(exchange.ids)
         if count > total:
             return Mismatch(
@@ -259,7 +264,9 @@ class _Reading:
         offset = call.start - self._offset
         given = exchange.log_probs[:count]
         recorded = self._sample.rollout_log_probs[offset : offset + count]
-        place = _first_other(given.view(np.uint32), recorded.view(np.uint32))
+        if np.array_equal(given, recorded):
+            return None
+        place = _first_other(given, recorded)
         return Mismatch(
             Kind.LOG_PROB, call.start + place, call.rid,
             f"{float(given[place])!r} of id {int(ids[place])} was answered",

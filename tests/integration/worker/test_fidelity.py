@@ -178,6 +178,65 @@ async def test_calls_that_nobody_here_sent_are_unknown_and_delivered() -> None:
     assert (fidelity.counters.checked, fidelity.counters.unknown) == (0, 2)
 
 
+async def test_a_sample_that_trains_tokens_of_no_call_is_counted_as_unknown() -> None:
+    async def without_calls(given: GenerateInput) -> GenerateOutput:
+        sample = await scalar(given)
+        sample.calls = []
+        return GenerateOutput(sample)
+
+    async def without_mask(given: GenerateInput) -> GenerateOutput:
+        output = await without_calls(given)
+        for leaf in leaves_of(output.samples):
+            leaf.loss_mask = None
+        return output
+
+    ending, fidelity = await ran(without_calls)
+    assert ending.report is Report.COMPLETE, ending.error
+    assert (fidelity.counters.checked, fidelity.counters.unknown) == (0, 1)
+    _, fidelity = await ran(without_mask)
+    assert (fidelity.counters.checked, fidelity.counters.unknown) == (0, 0)
+
+
+async def test_the_sign_of_a_log_prob_of_zero_is_no_difference() -> None:
+    async def added(given: GenerateInput) -> GenerateOutput:
+        sample = await scalar(given)
+        assert sample.rollout_log_probs is not None
+        sample.rollout_log_probs = sample.rollout_log_probs + np.float32(0.0)
+        return GenerateOutput(sample)
+
+    certain = Reply(A1, [-0.0] * len(A1))
+    ending, fidelity = await ran(added, certain, TWO[1])
+    assert ending.report is Report.COMPLETE, ending.error
+    assert (fidelity.counters.checked, sum(fidelity.counters.mismatches.values())) == (2, 0)
+
+
+async def test_a_buffer_for_all_members_reaches_no_sample_that_was_returned() -> None:
+    buffer = {
+        "tokens": np.zeros(64, np.int32), "loss_mask": np.zeros(64, np.uint8),
+        "rollout_log_probs": np.zeros(64, np.float32),
+    }  # fmt: skip
+
+    async def generate(given: GenerateInput) -> GenerateOutput:
+        sample = await scalar(given)
+        for name, memory in buffer.items():
+            held = memory[: len(getattr(sample, name))]
+            held[:] = getattr(sample, name)
+            setattr(sample, name, held)
+        return GenerateOutput(sample)
+
+    ending, _ = await ran(generate)
+    assert ending.report is Report.COMPLETE, ending.error
+    (sample,) = leaves_of(ending.trajectory)  # type: ignore[arg-type]
+    expected = {
+        name: memory[: len(getattr(sample, name))].copy() for name, memory in buffer.items()
+    }
+    for memory in buffer.values():
+        memory[:] = 1  # the next member's
+    assert {name: getattr(sample, name).tolist() for name in buffer} == {
+        name: held.tolist() for name, held in expected.items()
+    }
+
+
 # --- wrong functions -----------------------------------------------------------------------------
 def spoilt(change: Callable[[Sample], None]) -> Generate:
     async def generate(given: GenerateInput) -> GenerateOutput:
