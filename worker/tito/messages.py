@@ -173,7 +173,13 @@ def _escaped(value: Any, escaper: Escaper, depth: int = 0) -> Any:
     if isinstance(value, str):
         return escaper.escape(value)
     if isinstance(value, dict):
-        return {_key(k, escaper): _escaped(v, escaper, depth + 1) for k, v in value.items()}
+        return {
+            # `required` lists keys, and templates look one up in the other.
+            _key(k, escaper): [_key(name, escaper) for name in v]
+            if k == "required" and isinstance(v, list) and all(isinstance(n, str) for n in v)
+            else _escaped(v, escaper, depth + 1)
+            for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_escaped(item, escaper, depth + 1) for item in value]
     return value

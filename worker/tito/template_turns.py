@@ -166,11 +166,10 @@ class Turns:
                 f"({ending!r}): {text[-80:]!r}",
                 detail="generation_prompt",
             )
-        if CUT in text:
-            text = text.replace(CUT, "")
+        text = self._tokenizer.unescape(text)
         place = 0
         for index, message in enumerate(messages):
-            spelled = _spellings(message["content"].replace(CUT, ""))
+            spelled = _spellings(self._tokenizer.unescape(message["content"]))
             found = [at for piece in spelled if (at := text.find(piece, place)) >= 0]
             if spelled and not found:
                 raise MergeFault(

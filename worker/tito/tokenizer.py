@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,12 @@ CUT = "<|rollstream:cut|>"
 Printable ASCII, so that it survives whatever a template does to a string (JSON with or without
 `ensure_ascii`, `repr`, `strip`). No ending of it is a beginning of it, and `escape` cuts a literal
 one like any control string: what is left whole was put there by `escape`.
+"""
+JOINT = "<|rollstream:joint|>"
+"""The edges of a name that template text may complete to a control string (`</think` before a `>`).
+
+`encode` cuts what goes across one, and removes it: `query` and `user` keep the ids that the
+template's own rendering gives them. Of the same make as `CUT`.
 """
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NO_TOKENS: frozenset[str] = frozenset()
@@ -73,8 +80,14 @@ class Tokenizer:
             for number, token in inner.get_added_tokens_decoder().items()
             if token.content in self.controls
         )
-        self._insides = frozenset(token.strip(_BRACKETS) for token in self.controls)
-        self._found = any_of([*self.controls, CUT])
+        marks = [*self.controls, CUT, JOINT]
+        self._insides = frozenset(token.strip(_BRACKETS) for token in marks) | frozenset(
+            token.strip(_BRACKETS.replace("/", "")) for token in marks
+        )
+        self._beginnings = frozenset(token[:k] for token in marks for k in range(1, len(token)))
+        self._endings = frozenset(token[k:] for token in marks for k in range(1, len(token)))
+        self._longest = max(map(len, marks))
+        self._found = any_of(marks)
         self._places: dict[str, int] = {}
         # Only such tokens are looked for behind the normalizer: a Kelvin sign may become a K then.
         self._normalizer = inner.normalizer if any(t.normalized for t in added) else None
@@ -113,6 +126,8 @@ class Tokenizer:
         memo = self._memo.get(text)
         if memo is not None:
             return list(memo)
+        if JOINT in text:
+            text = self._settled(text)
         if CUT not in text:
             return self._encode(text)
         return self._encode_all([piece for piece in text.split(CUT) if piece])
@@ -146,16 +161,23 @@ class Tokenizer:
     def escape_name(self, name: str) -> str:
         """Return a name so marked that no template makes a control string around it.
 
-        Templates write `<{name}>`: an argument that is called `think` would open a reasoning
-        block.
+        Templates write `<{name}>` and `<function={name}>`: an argument that is called `think` or
+        `</think` would open or close a reasoning block.
         """
-        if name in self._insides:
-            return f"{name[:1]}{CUT}{name[1:]}"
-        return self.escape(name)
+        plain = _SURROGATE.sub("\ufffd", name)
+        if self._normalizer is not None:
+            plain = self._normalizer.normalize_str(plain)
+        # In front only where it must be: templates sort keys.
+        lengths = range(1, min(len(plain), self._longest) + 1)
+        before = any(plain[:k] in self._endings for k in lengths)
+        behind = plain in self._insides or any(plain[-k:] in self._beginnings for k in lengths)
+        if not before and not behind:
+            return self.escape(name)
+        return JOINT * before + self.escape(plain) + JOINT * behind
 
     def unescape(self, text: str) -> str:
-        """Return what `escape` was given."""
-        return text.replace(CUT, "")
+        """Return what `escape` and `escape_name` were given."""
+        return text.replace(CUT, "").replace(JOINT, "")
 
     def decode(
         self, ids: Sequence[int] | npt.NDArray[np.integer], skip_special_tokens: bool = False
@@ -197,6 +219,20 @@ class Tokenizer:
         if len(found) == 1:
             return found[0].ids
         return list(chain.from_iterable(encoding.ids for encoding in found))
+
+    def _settled(self, text: str) -> str:
+        """Return `text` without joints, and with every control string cut that went across one."""
+        pieces = text.split(JOINT)
+        joints = list(accumulate(map(len, pieces[:-1])))
+        text = "".join(pieces)
+        cuts, at = [0], 0
+        while (found := self._found.search(text, at)) is not None:
+            at = found.end()
+            place = bisect_right(joints, found.start())
+            if place < len(joints) and joints[place] < at:
+                at = found.start() + self._place_of(found[0])
+                cuts.append(at)
+        return CUT.join(text[i:j] for i, j in pairwise([*cuts, len(text)]))
 
     def _cut(self, text: str, keep: frozenset[str]) -> str:
         pieces: list[str] = []

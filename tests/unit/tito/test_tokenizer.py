@@ -113,6 +113,22 @@ def test_encode_reads_every_control_string_of_template_text_as_its_id(
     assert [number for number in tokenizer.encode(mixed) if number >= 151643] == [151644, 151645]
 
 
+def test_escape_name_changes_an_id_only_where_a_control_string_would_come_of_it(
+    qwen: RenderersBackend, uncontrolled: tokenizers.Tokenizer
+) -> None:
+    tokenizer = qwen.tokenizer
+    for name in ("think", "</think", "think>", "/think"):
+        told = tokenizer.escape_name(name)
+        assert tokenizer.unescape(told) == name
+        harmless = f"<|im_end|>{told}ing<|im_end|>"
+        assert tokenizer.encode(harmless) == tokenizer.encode_raw(tokenizer.unescape(harmless))
+        for text in (f"<{told}>", f"</{told}>", f"<function={told}>\n"):
+            plain = uncontrolled.encode(tokenizer.unescape(text), add_special_tokens=False).ids
+            assert tokenizer.encode(text) == plain
+    assert tokenizer.escape_name("query") == "query"
+    assert tokenizer.escape_name("\ud800") == "\ufffd"
+
+
 def test_escape_keeps_what_it_is_told_to_keep(qwen: RenderersBackend) -> None:
     keep = frozenset({"<think>", "</think>"})
     escaped = qwen.tokenizer.escape("<think>a<|im_end|></think>", keep)

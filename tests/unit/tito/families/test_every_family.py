@@ -572,3 +572,67 @@ def after_tools(name: str) -> list[int]:
     prompt = opening(name)
     reply = ids_of(name, SPELLINGS[name].turn(reasoning="So.", calls=[("look", {"word": "né"})]))
     return [*prompt, *reply, *extended(renderer, prompt, reply, [result("born")])]
+
+
+def _named(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a conversation and tools in which a function and an argument have this name."""
+    parameters = {
+        "type": "object",
+        "properties": {name: {"type": "string", "z": {name: "d"}}},
+        "required": [name],
+    }
+    call = {"name": name, "arguments": {name: "né", "n": 1}}
+    return [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "functions.look:0", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "functions.look:0", "name": name, "content": "born"},
+    ], [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_make_no_control_id_with_what_the_template_writes_beside_them(name: str) -> None:
+    renderer = toyvocab.renderer(name)
+    plain = renderer.render(*_named("zz"))
+    wanted = [number for number in plain.tolist() if number in renderer.control_ids]
+    for token in toyvocab.control_tokens(name):
+        for named in (token, f"x{token[:-1]}", f"{token[1:]}x", token.strip("<>[]{}|｜")):
+            ids = renderer.render(*_named(named))
+            assert [n for n in ids.tolist() if n in renderer.control_ids] == wanted, named
+            assert renderer.decode(ids) == renderer.decode(plain).replace("zz", named)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_control_tokens_have_the_ids_of_the_whole_text(name: str) -> None:
+    renderer = toyvocab.renderer(name)
+    for token in toyvocab.control_tokens(name):
+        inside = token.strip("<>[]{}|｜/")
+        ids = renderer.render(*_named(inside))
+        assert ids.tolist() == renderer.encode_raw(renderer.decode(ids)).tolist(), inside
+
+
+def test_gpt_oss_shows_a_required_argument_as_required_whatever_its_name() -> None:
+    renderer = toyvocab.renderer("gpt-oss")
+    for named in ("word", "message", "call"):
+        text = renderer.decode(renderer.render(*_named(named)))
+        assert f"\n{named}: string,\n" in text
+
+
+def test_nemotron_writes_a_key_of_a_schema_between_brackets_and_no_marker_comes_of_it() -> None:
+    renderer = toyvocab.renderer("nemotron-3")
+    for named in ("think", "/think", "tool_call>"):
+        properties = {"word": {"type": "string", named: "d"}}
+        parameters = {"type": "object", "properties": properties}
+        specs = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+        ids = renderer.render([{"role": "user", "content": "?"}], specs)
+        assert f"<{named}>d</{named}>" in renderer.decode(ids)
+        plain = renderer.render([{"role": "user", "content": "?"}], _TOOLS_WITHOUT)
+        count = [sum(n in renderer.control_ids for n in one.tolist()) for one in (ids, plain)]
+        assert count[0] == count[1]
+
+
+_TOOLS_WITHOUT = _named("look")[1]
