@@ -43,29 +43,38 @@ async def record_call(
     given: GenerateInput,
     turns: list[TurnRecord],
     prompt_ids: Sequence[int] | npt.NDArray[np.integer],
+    *,
+    turn: int | None = None,
 ) -> TurnRecord | None:
     """Call the engine with `prompt_ids` and append the record of its reply to `turns`.
 
     Args:
         given: as the generate function got it.
-        turns: the calls so far; the next one's seed and cache salt come from them.
+        turns: the calls so far; the next one's cache salt comes from them.
         prompt_ids: all that the engine is to see. Extend the ids of the turn before where you can:
-            ids that are rendered anew are another history as soon as one of them differs.
+            ids that are rendered anew are another history as soon as one of them differs. An array
+            is kept as it is: append to its memory, and never write into what was sent.
+        turn: gives the call its seed; None is the number of calls before it. Calls that run side by
+            side need one each: of one seed and one prompt comes one text.
 
     Returns:
         The record; None, without a call, where the context has no room for a token.
 
     Raises:
         EngineFault: no engine answered sensibly.
+        ValueError: no prompt, ids that are no ids, or calls side by side without their turns.
     """
     ids = as_ids(prompt_ids)
+    if len(ids) == 0:
+        raise ValueError("the prompt is empty: it has no token to go on from")
     room = room_left(given.limits, given.sampling, held=len(ids), response=0)
     if room.tokens <= 0:
         return None
-    turn, version = len(turns), given.version()
-    sampling = effective(given.sampling, room, given.turn_seed(turn))
+    number, version = len(turns), given.version()
+    turn_of_seed = number if turn is None else turn
+    sampling = effective(given.sampling, room, given.turn_seed(turn_of_seed))
     sample = given.sample
-    with timed(given.spans, "generate", turn):
+    with timed(given.spans, "generate", turn_of_seed):
         completion = await given.engine.generate(
             RequestIds((ids_json(ids),), len(ids), _replay_start(given, turns, ids)),
             sampling,
@@ -81,6 +90,11 @@ async def record_call(
         current_version=given.version(),
         sampling=sampling.to_dict(),
     )
+    if turn is None and len(turns) != number:
+        raise ValueError(
+            f"another call was recorded while call {number} ran, under the same seed; give calls "
+            "that run side by side a number each: record_call(given, turns, prompt_ids, turn=k)"
+        )
     turns.append(record)
     return record
 
@@ -103,14 +117,14 @@ async def merge_records(given: GenerateInput, turns: Sequence[TurnRecord]) -> Ge
 
     Args:
         given: as the generate function got it; its sample gives every field that turns do not.
-        turns: in the order of their calls.
+        turns: in the order of their calls; one that stands there twice counts once.
 
     Raises:
         MergeFault: history was rewritten and the policy is `reject`, or records that contradict
             themselves (`detail` as of `merge_turns`).
         EngineFault: an unknown finish word.
     """
-    pending = given.sample
+    pending, turns = given.sample, _each_once(turns)
     template = replace(pending, metadata=dict(pending.metadata))
     with timed(given.spans, "merge"):
         resolved = resolve(
@@ -138,6 +152,14 @@ async def merge_records(given: GenerateInput, turns: Sequence[TurnRecord]) -> Ge
     if gap:
         leaves[-1].metadata["replay_gap"] = gap
     return GenerateOutput(leaves[0] if len(leaves) == 1 else leaves)
+
+
+def _each_once(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
+    """Return the records without repeated ones, which would train what was sampled once twice."""
+    first: dict[str | int, TurnRecord] = {}
+    for turn in turns:
+        first.setdefault(turn.rid or id(turn), turn)
+    return list(first.values())
 
 
 def _empty_sample(template: Sample, resolved: Resolved) -> Sample:

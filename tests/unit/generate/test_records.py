@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -325,3 +327,54 @@ async def test_the_compacting_example_stops_where_a_reply_was_cut() -> None:
     sample = (await generate_compacting.generate(given(engine, toy_renderer(), HI))).samples
     assert isinstance(sample, Sample)
     assert (sample.status, sample.calls[0].finish) == (Status.TRUNCATED, Finish.LENGTH)
+
+
+# --- calls that are recorded wrongly -------------------------------------------------------------
+@pytest.mark.parametrize("policy", list(DivergencePolicy))
+async def test_a_call_that_is_recorded_twice_is_trained_once(policy: DivergencePolicy) -> None:
+    replies = [Says(A1), Says(A2)]
+    async with engine_of("process", *replies) as engine:
+        stage = given(engine, toy_renderer(), HI, limits=limits(policy))
+        turns: list[TurnRecord] = []
+        for prompt in (P0, [*P0, *A1, *O1]):
+            record = await record_call(stage, turns, prompt)
+            assert record is not None
+            turns.append(record)  # record_call has done so
+        turns.append(dataclasses.replace(turns[0]))  # as a log of requests has it
+        sample = (await merge_records(stage, turns)).samples
+    assert isinstance(sample, Sample)
+    assert check_invariants(sample, engine.asked, replies) == [0, 1]
+    assert "divergences" not in sample.metadata
+
+
+async def a_little_later() -> Says:
+    await asyncio.sleep(0)
+    return Says(A1)
+
+
+async def test_calls_side_by_side_without_their_turns_are_refused_for_their_one_seed() -> None:
+    async with engine_of("process", a_little_later, a_little_later) as engine:
+        stage = given(engine, toy_renderer(), HI, limits=limits("fork"))
+        turns: list[TurnRecord] = []
+        with pytest.raises(ValueError, match=r"another call was recorded while call 0 ran"):
+            await asyncio.gather(*(record_call(stage, turns, P0) for _ in range(2)))
+    assert len({asked.seed for asked in engine.asked}) == 1
+
+
+async def test_calls_side_by_side_have_the_seeds_of_their_turns() -> None:
+    replies = [Says(A1), Says(A1)]
+    async with engine_of("process", a_little_later, a_little_later) as engine:
+        stage = given(engine, toy_renderer(), HI, limits=limits("fork"))
+        turns: list[TurnRecord] = []
+        await asyncio.gather(*(record_call(stage, turns, P0, turn=turn) for turn in (4, 9)))
+        leaves = (await merge_records(stage, turns)).samples
+    assert [asked.seed for asked in engine.asked] == [stage.turn_seed(4), stage.turn_seed(9)]
+    assert check_invariants(leaves, engine.asked, replies) == [0, 1]
+
+
+async def test_an_empty_prompt_is_refused_before_any_call() -> None:
+    async with engine_of("process", Says(A1)) as engine:
+        stage = given(engine, toy_renderer(), HI, limits=limits("fork"))
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            await record_call(stage, [], [])
+    assert engine.asked == []
