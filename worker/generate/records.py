@@ -14,6 +14,7 @@ Example:
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from rollstream.errors import STATUS_OF, StopReason
 from rollstream.sample import Sample, empty_ids
 
+from ..bounded import in_thread
 from ..offload import decode
 from ..telemetry.spans import timed
 from ..tito.divergence import METADATA_KEY, Resolved, resolve
@@ -32,6 +34,10 @@ from ..tito.turns import TurnRecord
 from ..types import Finish, GenerateInput, GenerateOutput, RequestIds
 from .budget import effective, room_left
 
+LONG_RECORDS = 1 << 18
+"""Ids of all prompts together beyond which records are merged in a thread: prompts in memory of
+their own are read once each (2 s for 512 turns of 512 ids), and numpy lets the loop run meanwhile.
+"""
 _EMPTY = {
     "no_records": StopReason.NO_MODEL_CALL,
     "all_truncated": StopReason.CONTEXT_LENGTH,
@@ -127,12 +133,14 @@ async def merge_records(given: GenerateInput, turns: Sequence[TurnRecord]) -> Ge
     pending, turns = given.sample, _each_once(turns)
     template = replace(pending, metadata=dict(pending.metadata))
     with timed(given.spans, "merge"):
-        resolved = resolve(
+        merge = functools.partial(
+            resolve,
             turns,
             given.limits.on_divergence,
             template=template,
             max_seq_len=given.limits.max_seq_len,
         )
+        resolved = await in_thread(merge) if _is_long(turns) else merge()
         if resolved.fault is not None:
             # The pending sample is what the fault will be recorded on.
             pending.metadata[METADATA_KEY] = _plain(resolved)
@@ -152,6 +160,11 @@ async def merge_records(given: GenerateInput, turns: Sequence[TurnRecord]) -> Ge
     if gap:
         leaves[-1].metadata["replay_gap"] = gap
     return GenerateOutput(leaves[0] if len(leaves) == 1 else leaves)
+
+
+def _is_long(turns: Sequence[TurnRecord]) -> bool:
+    held = sum(0 if turn.prompt_ids is None else len(turn.prompt_ids) for turn in turns)
+    return held > LONG_RECORDS
 
 
 def _each_once(turns: Sequence[TurnRecord]) -> list[TurnRecord]:

@@ -4,9 +4,9 @@ Owns the tree of everything that the engines were sent and sampled: one path per
 as ids agree. Never copies an id, never judges. Invariant: the depth of a node is a number of ids,
 and two turns pass through one node exactly where all ids before it agree.
 
-Ids are compared once per turn and position: a prompt that is a view of the memory of the prompt
-before begins at that prompt's end. Stretches between nodes are views, so the tree holds a few
-objects per turn whatever its length.
+Ids are compared once per turn and position: a prompt that is a view of the memory of an earlier
+prompt begins at the end of the last such one, whoever sent others in between. Stretches between
+nodes are views, so the tree holds a few objects per turn whatever its length.
 
 Axis: T turns; at most 4 nodes a turn.
 """
@@ -45,7 +45,8 @@ class PrefixTree:
         """Per turn, where its prompt ends."""
         self.ends: list[Node] = []
         """Per turn, where its output ends."""
-        self._last: TokenIds | None = None
+        self._by_memory: dict[int, tuple[TokenIds, Node]] = {}
+        """The last prompt that begins at an address, kept so that the address stays its own."""
 
     def add(self, prompt: TokenIds, output: TokenIds) -> int | None:
         """Add the next turn; returns the newest of the turns whose ids are the most of its prompt.
@@ -53,16 +54,17 @@ class PrefixTree:
         That is the turn that it continues: its prompt begins with all that one was sent and
         sampled. None where there is no such turn.
         """
-        start = self.root
-        if self._last is not None and len(prompt) >= len(self._last):
-            start = self.prompts[-1] if same_memory(prompt, self._last) else start
+        start, address = self.root, prompt.__array_interface__["data"][0]
+        last = self._by_memory.get(address)
+        if last is not None and len(prompt) >= len(last[0]) and same_memory(prompt, last[0]):
+            start = last[1]
         at = self._grow(start, prompt[start.depth :])
         parent = next((node.turn for node in _upwards(at) if node.turn is not None), None)
         end = self._grow(at, output)
         end.turn = len(self.ends)
         self.prompts.append(at)
         self.ends.append(end)
-        self._last = prompt
+        self._by_memory[address] = (prompt, at)
         return parent
 
     def _grow(self, node: Node, ids: TokenIds) -> Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from tests.generate_stage import Asked, InProcess, Says, engine_of, given
 from tests.toy import A1, A2, HI, O1, P0, U1, toy_renderer
 from tests.unit.worker.works import a_book, a_rollout, a_work, an_env
 from worker.fidelity import Watch, WatchedEngine
-from worker.generate import finish
+from worker.generate import finish, records
 from worker.generate.records import merge_records, record_call
+from worker.tito.divergence import resolve
 from worker.tito.merge import TurnRecord
 from worker.tito.trajectory import Trajectory
 from worker.types import DivergencePolicy, Finish, GenerateInput, GenerateOutput, Replay
@@ -378,3 +380,20 @@ async def test_an_empty_prompt_is_refused_before_any_call() -> None:
         with pytest.raises(ValueError, match="the prompt is empty"):
             await record_call(stage, [], [])
     assert engine.asked == []
+
+
+async def test_records_of_many_ids_are_merged_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(*args: Any, **fields: Any) -> Any:
+        threads.append(threading.current_thread())
+        return resolve(*args, **fields)
+
+    monkeypatch.setattr(records, "resolve", noted)
+    for limit in (len(P0), len(P0) - 1):
+        monkeypatch.setattr(records, "LONG_RECORDS", limit)
+        sample, _ = await run(InProcess([Says(A1)]), [P0], "reject")
+        assert sample.tokens.tolist() == [*P0, *A1]
+    assert [one is threading.main_thread() for one in threads] == [True, False]

@@ -260,6 +260,22 @@ def test_ids_of_one_memory_are_compared_once_whatever_the_history(
 
 
 @pytest.mark.parametrize("policy", [FORK, KEEP])
+def test_agents_that_take_turns_in_memory_of_their_own_are_compared_once_each(
+    policy: DivergencePolicy, compared: list[int]
+) -> None:
+    turns, each = 64, 64
+    agents = [views(turns, each), views(turns, each), views(turns, each)]
+    for number, own in enumerate(agents):
+        assert own[-1].prompt_ids is not None
+        own[-1].prompt_ids[each - 1 - number] = 0  # the same memory: of every prompt of this one
+    history = [one for together in zip(*agents, strict=True) for one in together]
+    result = resolve(history, policy)
+    assert len(result.divergences) == 3 * turns - 1
+    assert [len(one.calls) for one in samples(result)] == [turns] * (3 if policy is FORK else 1)
+    assert sum(compared) < 3 * 3 * 2 * each * turns
+
+
+@pytest.mark.parametrize("policy", [FORK, KEEP])
 def test_a_client_that_rewrites_at_every_turn_costs_its_input_once(
     policy: DivergencePolicy, compared: list[int]
 ) -> None:
