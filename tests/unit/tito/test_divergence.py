@@ -275,6 +275,18 @@ def test_agents_that_take_turns_in_memory_of_their_own_are_compared_once_each(
     assert sum(compared) < 3 * 3 * 2 * each * turns
 
 
+def test_a_shorter_view_of_the_same_memory_ends_where_it_ends() -> None:
+    memory = np.arange(20, dtype=np.int32)
+    history = [turn(memory, [90 + place]) for place in range(3)]
+    for one, length in zip(history, (12, 7, 9), strict=True):
+        one.prompt_ids = memory[:length]
+    result = resolve(history, FORK)
+    assert [(one.turn, one.index) for one in result.divergences] == [(1, 7), (2, 7)]
+    assert [one.tokens.tolist() for one in samples(result)] == [
+        [*range(12), 90], [*range(7), 91], [*range(9), 92],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("policy", [FORK, KEEP])
 def test_a_client_that_rewrites_at_every_turn_costs_its_input_once(
     policy: DivergencePolicy, compared: list[int]
