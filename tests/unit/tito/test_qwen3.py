@@ -22,6 +22,7 @@ from rollstream.errors import MergeFault
 from tests import toy
 from worker.tito.backend import RenderersBackend
 from worker.tito.ids import prompt_ids
+from worker.tito.load import load_renderer
 from worker.tito.trajectory import Trajectory
 from worker.types import ProblemKind
 
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.xdist_group("tito")
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = json.loads((ROOT / "tests/data/tito/qwen3_prompts.json").read_text())
+NO_THINKING = json.loads((ROOT / "tests/data/tito/qwen3_no_thinking_prompts.json").read_text())
 CLOSE, END, NEWLINE = 151645, 151643, 198
 WINDOW = [CLOSE, NEWLINE, 151644, 77091, NEWLINE]
 QUESTION = [{"role": "user", "content": "What is 42 + year + temperature?"}]
@@ -47,6 +49,15 @@ def test_render_gives_the_golden_ids(
     ids = qwen.render(case["messages"], case["tools"]).tolist()
     assert qwen.decode(toy.array(ids)) == case["text"]
     assert ids == case["ids"]
+    assert bare.encode(case["text"], add_special_tokens=False).ids == case["ids"]
+
+
+@pytest.mark.parametrize("case", NO_THINKING, ids=lambda case: case["name"])
+def test_no_thinking_renders_the_golden_ids(
+    case: dict[str, Any], vocabulary: Path, bare: tokenizers.Tokenizer
+) -> None:
+    renderer = load_renderer(vocabulary, case["family"])
+    assert renderer.render(case["messages"], case["tools"]).tolist() == case["ids"]
     assert bare.encode(case["text"], add_special_tokens=False).ids == case["ids"]
 
 

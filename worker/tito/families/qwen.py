@@ -108,7 +108,10 @@ QWEN: dict[str, Family] = {
     ),
     # The generation prompt carries an empty reasoning block.
     "qwen3-no-thinking": _qwen3(
-        enable_thinking=False, models=(), note="the generation prompt carries an empty block"
+        enable_thinking=False,
+        models=(),
+        note="the generation prompt carries an empty block, and so do the turns of a given "
+        "history, from which the published template leaves it out",
     ),
     "qwen3.5": _successor(
         "35",

@@ -18,7 +18,7 @@ import tokenizers
 
 from tests.unit.tito.families import toyvocab
 from worker.tito.backend import RenderersBackend
-from worker.tito.families import FAMILIES
+from worker.tito.families import FAMILIES, Proof
 from worker.tito.ids import as_ids
 from worker.tito.load import load_renderer
 from worker.tito.selftest import self_test
@@ -65,6 +65,13 @@ def deepseek(deepseek_file: Path) -> dict[str, RenderersBackend]:
             self_test(renderers[name], name, **family.traits)
     assert len(renderers) == 4
     return renderers
+
+
+def test_verified_is_said_of_exactly_the_families_with_golden_ids() -> None:
+    cases = [case for path in DATA.glob("*_prompts.json") for case in json.loads(path.read_text())]
+    assert all(case["ids"] for case in cases)
+    golden = {case.get("family", "qwen3") for case in cases}
+    assert {n for n, family in FAMILIES.items() if family.proof is Proof.VERIFIED} == golden
 
 
 @pytest.mark.parametrize("case", ALL, ids=label)
