@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -201,3 +202,36 @@ async def test_an_aggregator_of_its_own_needs_neither_engine_nor_tokenizer(
         one.process.send_signal(signal.SIGTERM)
         code = await asyncio.to_thread(one.process.wait, 45)
     assert code == 0, one.log.read_text()
+
+
+@pytest.mark.parametrize("policy", ["reject", "fork", "keep_prefix"])
+async def test_a_client_that_rewrites_its_history_is_counted_and_never_a_crash(
+    run: Run, options: Options, tmp_path: Path, policy: str
+) -> None:
+    given = options(
+        run.url,
+        worker__generate="examples.generate_compacting:generate",
+        worker__on_divergence=policy,
+        worker__max_turns="4",
+        sampling__max_new_tokens="256",
+        aggregator__min_samples="1",
+    )
+    await enqueue(run, 1)
+    with workers(tmp_path, 1, given) as (worker,):
+
+        def counted() -> float:
+            _, page = worker.get("/metrics")
+            pattern = r'^rollout_divergences_total\{policy="(\w+)"\} (\S+)$'
+            found = re.findall(pattern, page, re.MULTILINE)
+            assert {name for name, count in found if float(count)} <= {policy}
+            return sum(float(count) for _, count in found)
+
+        async def everybody_diverged() -> bool:
+            return await asyncio.to_thread(counted) == N
+
+        await wait_until(everybody_diverged, what=f"{N} divergences")
+        _, page = worker.get("/metrics")
+        mismatches = re.findall(r"^rollout_token_mismatch_total\{.*\} (\S+)$", page, re.MULTILINE)
+        assert mismatches == ["0.0"] * 3
+        assert worker.process.poll() is None
+    assert bool(await run.drops()) is (policy == "reject")
