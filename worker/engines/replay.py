@@ -163,7 +163,15 @@ def read_experts(
     raw = _bytes_of(given, "routed_experts", finish, num_rows, engine)
     if raw is None:
         return None
-    return Replay(asked.start, _rows(raw, num_rows, asked.shape.experts, "routed_experts", engine))
+    rows = _rows(raw, num_rows, asked.shape.experts, "routed_experts", engine)
+    # -1 throughout is our word for a row that nobody brought; one look at a column is cheap.
+    for place in np.flatnonzero(rows[:, -1, -1] < 0):
+        if (rows[place] < 0).all():
+            raise fault(
+                Detail.REPLAY_MISMATCH,
+                f"{engine}: routed_experts has no expert for token {asked.start + int(place)}",
+            )
+    return Replay(asked.start, rows)
 
 
 def read_indexer(

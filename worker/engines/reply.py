@@ -28,6 +28,8 @@ _LOWEST = float(np.finfo(np.float32).min)
 _NAN_STOP = "NaN happened"
 _DEFAULT_LABEL = "default"
 _INT32 = np.iinfo(np.int32)
+_VERSION_DIGITS = 18
+_BEYOND_VERSIONS = 10**_VERSION_DIGITS
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
@@ -145,7 +147,7 @@ def read_reply(
         engine=engine,
         rid=rid,
         matched=_matched(meta.finish_reason),
-        cache=PrefixCacheInfo(meta.cached_tokens or 0, num_prompt),
+        cache=PrefixCacheInfo(_count(meta.cached_tokens), num_prompt),
         spec=_spec(meta, len(ids)),
         routed_experts=experts,
         indexer_topk=read_indexer(meta, replay, num_fed=num_fed, finish=finish, engine=engine),
@@ -241,16 +243,17 @@ def _log_probs(entries: list[_Entry], engine: str) -> LogProbs:
 def read_version(label: str | int | None, dispatched: int) -> int:
     """Return the weight version that an engine's label means.
 
-    A number counts, as a string or not. `default` is what SGLang says from its start until the
+    A number of at most 18 digits counts, as a string or not (beyond is a digest, and nothing that
+    the wire can hold). `default` is what SGLang says from its start until the
     first update: version 0 if nothing newer was current at dispatch, else unknown (a restarted
     engine, or one whose updates set no version). Anything else is unknown.
     """
     if isinstance(label, int):
-        return label if label >= 0 else UNKNOWN_VERSION
+        return label if 0 <= label < _BEYOND_VERSIONS else UNKNOWN_VERSION
     if label is None:
         return UNKNOWN_VERSION
     if label.isascii() and label.isdigit():
-        return int(label)
+        return int(label) if len(label) <= _VERSION_DIGITS else UNKNOWN_VERSION
     return 0 if label == _DEFAULT_LABEL and dispatched == 0 else UNKNOWN_VERSION
 
 
@@ -283,8 +286,13 @@ def _broken_spans(meta: _Meta, num_tokens: int, engine: str) -> NoReturn:
 def _spec(meta: _Meta, num_tokens: int) -> SpecInfo:
     accepted = meta.spec_num_correct_drafts
     if accepted is None:
-        accepted = meta.spec_accept_token_num or 0
+        accepted = meta.spec_accept_token_num
     drafted = meta.spec_num_proposed_drafts
     if drafted is None:
-        drafted = meta.spec_draft_token_num or 0
-    return SpecInfo(accepted, drafted, meta.spec_verify_ct or 0, num_tokens)
+        drafted = meta.spec_draft_token_num
+    return SpecInfo(_count(accepted), _count(drafted), _count(meta.spec_verify_ct), num_tokens)
+
+
+def _count(value: int | None) -> int:
+    """Return a counter of the engine's; 0 for none, and for what counts nothing (below 0, huge)."""
+    return value if value is not None and 0 <= value <= _INT32.max else 0

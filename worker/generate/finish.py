@@ -201,8 +201,10 @@ def _whole(call: Call) -> Call:
     for version, first, last in given:
         if first != behind or last < first:
             _broken_spans(call, given)
-        behind = operator.index(last)
-        spans.append((operator.index(version), operator.index(first), behind))
+        number, behind = operator.index(version), operator.index(last)
+        if not -1 <= number < 1 << 63:
+            raise ValueError(f"call {call.rid} has the version {number}; unknown is -1")
+        spans.append((number, operator.index(first), behind))
     if behind != end:
         _broken_spans(call, given)
     call.start, call.end, call.versions = start, end, spans

@@ -246,3 +246,17 @@ def test_12_no_rows_are_an_empty_array() -> None:
     assert got.indexer_topk is not None
     assert got.routed_experts.rows.shape == (0, 2, 4)
     assert got.indexer_topk.rows.shape == (0, 3, 5)
+
+
+@pytest.mark.parametrize(("start", "place"), [(0, 3), (4, 0), (4, 6)])
+def test_a_row_without_any_expert_is_no_row(start: int, place: int) -> None:
+    """-1 throughout is what a sample has where nobody brought a row."""
+    rows = rows_of(11 - start)
+    rows[place] = -1
+    with pytest.raises(EngineFault, match=rf"no expert for token {start + place}$") as caught:
+        read(Asked(EXPERTS, start), routed_experts=base64_of(rows))
+    assert caught.value.detail == Detail.REPLAY_MISMATCH
+    rows[place, 0] = 5  # one layer routed: a row, however the others are filled
+    got = read(Asked(EXPERTS, start), routed_experts=base64_of(rows)).routed_experts
+    assert got is not None
+    assert np.array_equal(got.rows, rows)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollstream.errors import EngineFault
-from rollstream.sample import UNKNOWN_VERSION
+from rollstream.sample import UNKNOWN_VERSION, PrefixCacheInfo, SpecInfo
 from tests.scripted_engine import a_reply
 from worker.engines.faults import RULES, Detail
 from worker.engines.reply import read_reply, read_version
@@ -178,6 +178,11 @@ def test_reply_without_output_ids_takes_them_from_the_log_probs() -> None:
         ("v1.0", 1, UNKNOWN_VERSION),
         (-3, 1, UNKNOWN_VERSION),
         ("²", 1, UNKNOWN_VERSION),
+        ("9" * 18, 1, 10**18 - 1),
+        ("9" * 19, 1, UNKNOWN_VERSION),
+        ("9" * 5000, 1, UNKNOWN_VERSION),
+        (10**18 - 1, 1, 10**18 - 1),
+        (10**18, 1, UNKNOWN_VERSION),
         ("", 1, UNKNOWN_VERSION),
     ],
 )
@@ -208,6 +213,18 @@ def test_reply_speculation_counters_are_read_under_both_names(names: tuple[str, 
     spec = read(a_reply(**{names[0]: 10, names[1]: 15, "spec_verify_ct": 3})).spec
     assert (spec.spec_accept_token_num, spec.spec_draft_token_num) == (10, 15)
     assert (spec.spec_accept_rate, spec.spec_accept_length) == (10 / 15, 5 / 3)
+
+
+@pytest.mark.parametrize("number", [-5, 2**31, 2**70])
+def test_reply_counters_that_count_nothing_are_none(number: int) -> None:
+    got = read(
+        a_reply(
+            cached_tokens=number, spec_num_correct_drafts=number, spec_num_proposed_drafts=number,
+            spec_verify_ct=number,
+        )
+    )  # fmt: skip
+    assert got.cache == PrefixCacheInfo(0, 7)
+    assert got.spec == SpecInfo(0, 0, 0, 5)
 
 
 @pytest.mark.parametrize(

@@ -256,12 +256,14 @@ def test_values_that_would_reach_a_loss_as_they_are_are_refused(
     [
         [("v3", 3, 5)], [(3, 0, 2)], [(3, 3, 4)], [(3, 4, 5)], [(3, 3, 4), (4, 3, 5)],
         [(3, 3.0, 5)], [(3, 3, 6)], [(3, 3, 6), (4, 6, 5)],
+        [(1 << 63, 3, 5)], [(-2, 3, 5)],
     ],
 )  # fmt: skip
 def test_versions_that_do_not_cover_their_call_are_refused(versions: Any) -> None:
     call = dataclasses.replace(A_CALL, versions=versions)
     with pytest.raises(
-        AgentFault, match=r"do not cover its tokens 3\.\.5|interpreted as an integer"
+        AgentFault,
+        match=r"do not cover its tokens 3\.\.5|interpreted as an integer|has the version",
     ):
         one(GenerateOutput(returned(calls=[call])))
 
