@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,13 @@ import huggingface_hub
 import pytest
 
 from rollstream.errors import ConfigError
+from rollstream.settings import ModelTable
+from tests.unit.tito.families import toyvocab
+from tests.unit.tito.families.spelling import NAMES
 from worker import hub
 from worker.hub import FILES, is_hub_id, locate
+from worker.model import load_model
+from worker.tito.families import FAMILIES
 
 
 class _Hub:
@@ -77,6 +83,27 @@ def test_path_that_exists_wins_and_nothing_is_asked(
     assert locate("org/name") == Path("org/name")
     assert locate("/nowhere/tokenizer.json") == Path("/nowhere/tokenizer.json")
     assert fake.asked == []
+
+
+@pytest.mark.parametrize("name", {FAMILIES[name].module: name for name in NAMES}.values())
+def test_a_renderer_of_a_path_is_loaded_and_used_without_a_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []  # not an exception alone: a library might swallow it
+
+    def refuse(*given: Any, **_: Any) -> None:
+        asked.append(given)
+        raise OSError("no network here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for call in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, call, refuse)
+    toyvocab.vocabulary(name).save(str(tmp_path / "tokenizer.json"))
+    renderer = load_model(ModelTable(tokenizer=str(tmp_path), renderer=name))
+    renderer.parse(
+        renderer.encode_raw("x"), renderer.render([{"role": "user", "content": "?"}], None)
+    )
+    assert asked == []
 
 
 def test_files_of_the_local_cache_are_taken_without_a_network(
