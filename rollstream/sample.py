@@ -322,7 +322,7 @@ class Sample:
         plain: dict[str, Any] = {}
         for name in SAMPLE_FIELDS:
             value = getattr(self, name)
-            plain[name] = value.tolist() if name in _PLAIN_LISTS and value is not None else value
+            plain[name] = value.tolist() if isinstance(value, np.ndarray) else value
         plain["status"] = self.status.value
         plain["stop_reason"] = None if self.stop_reason is None else self.stop_reason.value
         plain["calls"] = [call.to_dict() for call in self.calls]
@@ -342,6 +342,9 @@ class Sample:
         for name, dtype in _PLAIN_LISTS.items():
             if known.get(name) is not None:
                 known[name] = np.asarray(known[name], dtype=dtype)
+        for name in ("rollout_routed_experts", "rollout_indexer_topk"):
+            if isinstance(known.get(name), list):
+                known[name] = np.asarray(known[name], dtype=np.int32)
         known["status"] = Status(known.get("status", Status.PENDING))
         if known.get("stop_reason") is not None:
             known["stop_reason"] = StopReason(known["stop_reason"])

@@ -48,6 +48,20 @@ def test_to_dict_is_plain_and_from_dict_gives_the_same_sample_again() -> None:
     again.validate()
 
 
+def test_replay_rows_are_plain_in_a_dict_and_int32_again_out_of_json() -> None:
+    sample = a_sample()
+    shape = (len(sample.tokens) - 1, 3, 2)
+    rows = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    sample.rollout_routed_experts, sample.rollout_indexer_topk = rows, -rows
+    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
+    for held, expected in (
+        (again.rollout_routed_experts, rows), (again.rollout_indexer_topk, -rows),
+    ):  # fmt: skip
+        assert held is not None
+        assert (held.dtype, held.tolist()) == (np.int32, expected.tolist())
+    again.validate()
+
+
 def test_unknown_keys_survive_and_never_hide_a_known_field() -> None:
     back = Sample.from_dict({**MILES, "tomorrow": {"x": 1}})
     assert back.extra == {"tomorrow": {"x": 1}}
