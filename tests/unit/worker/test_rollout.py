@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollstream.errors import (
@@ -247,6 +249,63 @@ async def test_a_reward_cannot_write_into_the_tokens_that_it_judges() -> None:
     ending, _ = await run_one(scorer=Score(rewrites))
     assert ending.stop_reason is StopReason.REWARD_ERROR
     assert "read-only" in ending.error
+
+
+def cut(sample: Sample) -> None:
+    sample.tokens = sample.tokens[:-1]
+
+
+def scaled(sample: Sample) -> None:
+    assert sample.rollout_log_probs is not None
+    sample.rollout_log_probs = sample.rollout_log_probs * 2
+
+
+def forgets(sample: Sample) -> None:
+    sample.calls = []
+
+
+def shortens(sample: Sample) -> None:
+    sample.response_length -= 1
+
+
+def weighs(sample: Sample) -> None:
+    assert sample.loss_mask is not None
+    sample.loss_mask[0] = 3
+
+
+def widens(sample: Sample) -> None:
+    sample.loss_mask = np.ones(len(sample.tokens), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (cut, "replaced tokens"), (scaled, "replaced rollout_log_probs"),
+        (forgets, "replaced calls"), (shortens, "replaced response_length"),
+        (weighs, "other numbers than 0 and 1"), (widens, "loss_mask has 5 entries"),
+    ],
+)  # fmt: skip
+async def test_a_reward_that_edits_what_it_judges_is_a_reward_error(
+    change: Callable[[Sample], None], says: str
+) -> None:
+    ending, _ = await run_one(scorer=Score(lambda trajectory: change(leaves_of(trajectory)[-1])))
+    assert ending.stop_reason is StopReason.REWARD_ERROR
+    assert says in ending.error
+
+
+async def test_a_reward_may_narrow_the_mask() -> None:
+    def narrows(trajectory: Trajectory) -> None:
+        for leaf in leaves_of(trajectory):
+            assert leaf.loss_mask is not None
+            leaf.loss_mask = leaf.loss_mask * np.array([0, 1], np.uint8)
+            leaf.reward = 1.0
+
+    ending, _ = await run_one(scorer=Score(narrows))
+    assert ending.report is Report.COMPLETE, ending.error
+    assert ending.trajectory is not None
+    mask = leaves_of(ending.trajectory)[0].loss_mask
+    assert mask is not None
+    assert mask.tolist() == [0, 1]
 
 
 async def test_a_reward_that_raises_is_a_reward_error_and_never_reward_zero() -> None:
