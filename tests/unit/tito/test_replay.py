@@ -308,7 +308,7 @@ def same(one: Sample, other: Sample) -> bool:
     """Whether two samples are equal bit for bit, but for text and how they ended."""
     plain, others = one.to_dict(), other.to_dict()
     for name in ("rollout_routed_experts", "rollout_indexer_topk"):
-        a, b = plain.pop(name), others.pop(name)
+        a, b = getattr(one, name), getattr(other, name)
         if (a is None) != (b is None):
             return False
         if a is not None and (a.dtype != b.dtype or a.tobytes() != b.tobytes()):
