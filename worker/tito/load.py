@@ -1,7 +1,7 @@
 """From a tokenizer file and a name to a renderer that was tried.
 
 Owns which name means which renderer, the checks of a vocabulary, and what `auto` may decide. Reads
-files, once (with `template_files`, the only modules here that do). Invariant: a renderer that
+files, once (with `template.files`, the only modules here that do). Invariant: a renderer that
 `load_renderer` returns extends its own conversations append-only, with the ids of its family.
 
 What `auto` takes: a model whose exact hub id stands in the table of families, said by the hub's
@@ -175,7 +175,7 @@ def _check_template(renderer: RenderersBackend, folder: Path, name: str, said_by
     """
     from .compare import describe
     from .template import TemplateBackend
-    from .template_files import read_template
+    from .template.files import read_template
 
     try:
         source = read_template(folder)

@@ -11,14 +11,14 @@ from rollstream.errors import ConfigError, MergeFault
 from tests import toy
 from tests.unit.tito.template.folder import backend, template
 from worker.tito.backend import RenderersBackend
-from worker.tito.boundaries import (
+from worker.tito.template import TemplateBackend
+from worker.tito.template.boundaries import (
     BOUNDARIES,
     appended_messages,
     choose_rule,
     declared,
 )
-from worker.tito.template import TemplateBackend
-from worker.tito.template_files import TemplateSource
+from worker.tito.template.files import TemplateSource
 from worker.tito.tokenizer import Tokenizer
 
 IM_END, NEWLINE = 151645, 198

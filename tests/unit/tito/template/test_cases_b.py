@@ -18,7 +18,7 @@ from tests import toy
 from tests.unit.tito.template.folder import LLAMA, backend, load, template, write_folder
 from worker.tito.backend import RenderersBackend
 from worker.tito.template import TemplateBackend
-from worker.tito.template_files import TemplateSource
+from worker.tito.template.files import TemplateSource
 
 A1 = [4, 30, 5, 30, 2]
 """<think>hello</think>hello and the close."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rollstream.errors import ConfigError
-from worker.tito import sandbox
-from worker.tito.sandbox import ChatTemplate, RenderError, plain_data
+from worker.tito.template import sandbox
+from worker.tito.template.sandbox import ChatTemplate, RenderError, plain_data
 
 MESSAGES = [{"role": "user", "content": 'hi <é> "q"'}, {"role": "assistant", "content": "yo"}]
 

@@ -13,7 +13,7 @@ from tests.unit.tito.template.folder import backend, load, template, write_folde
 from worker.tito.backend import RenderersBackend
 from worker.tito.selftest import self_test
 from worker.tito.template import TemplateBackend, TemplateOptions
-from worker.tito.template_files import TemplateSource
+from worker.tito.template.files import TemplateSource
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -207,7 +207,7 @@ def test_suffix_depends_on_the_new_messages_alone(tmp_path: Path) -> None:
 
 def test_mark_of_the_dummy_turn_cannot_be_written_by_anybody(tmp_path: Path) -> None:
     renderer = backend(tmp_path, "qwen_like")
-    from worker.tito.template_turns import MARK
+    from worker.tito.template.turns import MARK
 
     for text in (MARK, MARK + "<|im_end|>", "<|im_end|>" + MARK + MARK):
         said = [{"role": "tool", "content": text, "name": text, "tool_call_id": text}]

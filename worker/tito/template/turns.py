@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 
 from rollstream.errors import ConfigError, MergeFault
 
+from ..compare import describe, differences
+from ..patterns import any_of
+from ..tokenizer import CUT, Tokenizer
 from .boundaries import DERIVED, ROLES, Boundary, check_roles, declared
-from .compare import describe, differences
-from .patterns import any_of
+from .form import CALL_ID, KEY, NAME, SAID, USER, Form, Plain, Render, a_tool
 from .sandbox import RenderError, Specs
-from .template_form import CALL_ID, KEY, NAME, SAID, USER, Form, Plain, Render, a_tool
-from .tokenizer import CUT, Tokenizer
 
 MARK = CUT + CUT
 """Two cuts side by side: `escape` writes one inside a control string, so never two."""

@@ -18,12 +18,12 @@ from typing import Any
 from rollstream.errors import ConfigError
 from rollstream.sample import Message, TokenIds
 
-from ..types import AssistantMessage, ProblemKind, ToolCall
-from .backend import import_renderers
+from ...types import AssistantMessage, ProblemKind, ToolCall
+from ..backend import import_renderers
+from ..calls import MAX_LATER_CLOSES, closes_behind, judge_call, judge_parsed, new_call_id
+from ..ids import as_ids
+from ..tokenizer import Tokenizer
 from .boundaries import Boundary
-from .calls import MAX_LATER_CLOSES, closes_behind, judge_call, judge_parsed, new_call_id
-from .ids import as_ids
-from .tokenizer import Tokenizer
 
 JSON_BLOCK = ("<tool_call>", "</tool_call>")
 """Hermes, Qwen3: one object with name and arguments between two markers."""

@@ -18,7 +18,7 @@ from typing import Protocol
 from rollstream.errors import ConfigError, MergeFault
 from rollstream.sample import Message
 
-from .history import first_difference
+from ..history import first_difference
 
 ROLES = ("tool", "user", "system")
 """Roles that may follow an assistant turn, where nothing else is declared."""

@@ -7,7 +7,7 @@ tools alone; what was sampled is never changed, trimmed or re-encoded.
 
 What a template says of its own is never guessed at run time: which id closes a turn, which roles
 may follow, how it wants arguments, whether it writes a BOS is found by probes at start
-(`template_form`, `template_turns`), or the model is refused.
+(`form`, `turns`), or the model is refused.
 
     BOS       exactly one, at index 0, where the template or the tokenizer's post-processor writes
               one; a template that writes it again behind a turn is refused
@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 from rollstream.errors import ConfigError, MergeFault
 from rollstream.sample import Message, TokenIds
 
-from ..types import AssistantMessage
+from ...types import AssistantMessage
+from ..compare import Comparator
+from ..ids import as_ids
+from ..messages import normalize_messages, normalize_tools
+from ..tokenizer import Tokenizer
 from .boundaries import AUTO, Boundary, choose_rule
-from .compare import Comparator
-from .ids import as_ids
-from .messages import normalize_messages, normalize_tools
-from .template_files import TemplateSource, read_template
-from .template_parse import ReplyParser
-from .tokenizer import Tokenizer
+from .files import TemplateSource, read_template
+from .replies import ReplyParser
 
 if TYPE_CHECKING:
     from .sandbox import ChatTemplate, PlainTools, Specs
@@ -75,9 +75,9 @@ class TemplateBackend:
                 fit it; the message says at which message and which ids.
         """
         # jinja2 takes 50 ms: only who uses a template pays them.
+        from .form import probe_form, takes_parts_only
         from .sandbox import ChatTemplate
-        from .template_form import probe_form, takes_parts_only
-        from .template_turns import Turns, derive_boundary
+        from .turns import Turns, derive_boundary
 
         self.tokenizer = tokenizer
         self.origin = source.origin
@@ -157,7 +157,7 @@ class TemplateBackend:
 
     @property
     def drops(self) -> frozenset[str]:
-        """What the template leaves out; see `template_form.Form`."""
+        """What the template leaves out; see `form.Form`."""
         return self._form.drops
 
     @property
@@ -305,7 +305,7 @@ class TemplateBackend:
         prompt: bool = True,
     ) -> str:
         if self._parts:
-            from .template_form import as_parts
+            from .form import as_parts
 
             messages = as_parts(messages)
         template: ChatTemplate = self._tool_use if tools else self._default
