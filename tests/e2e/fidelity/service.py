@@ -43,7 +43,7 @@ def run_service(
         groups: how many come.
     """
     delivered = Delivered()
-    acts: dict[int, Callable[[GroupStream], None]] = {}
+    acts: list[tuple[int, Callable[[GroupStream], None]]] = []
     if control is not None:
         acts = _acts(delivered, control, -(-groups // GROUPS_A_BATCH))
     try:
@@ -57,8 +57,7 @@ def run_service(
                 # Read while the workers live: they end with the run.
                 delivered.token_mismatches = service.counter(MISMATCHES)
                 batch.ack()
-                act = acts.get(batch.number)
-                if act is not None:
+                for act in [act for number, act in acts if number == batch.number]:
                     act(stream)
     finally:
         stop_all(service.children)
@@ -67,8 +66,8 @@ def run_service(
 
 def _acts(
     delivered: Delivered, control: EngineControl, batches: int
-) -> dict[int, Callable[[GroupStream], None]]:
-    """Return what the trainer does behind which batch."""
+) -> list[tuple[int, Callable[[GroupStream], None]]]:
+    """Return what the trainer does behind which batch, all of it however few there are."""
 
     def abort_all(_: GroupStream) -> None:
         control.abort(None)
@@ -87,4 +86,4 @@ def _acts(
         delivered.aborts += 1
 
     early, middle, late = max(1, batches // 4), max(1, batches // 2), max(1, 3 * batches // 4)
-    return {late: update_and_abort, middle: update, early: abort_all}
+    return [(early, abort_all), (middle, update), (late, update_and_abort)]
