@@ -130,8 +130,6 @@ class ReplyParser:
             return []
         before = self.reasoning_is_open(window)
         _, _, is_open = self._reasoning(list(sampled), open_before=before)
-        if is_open and self._call_ids and self._call_ids[0] in sampled:
-            return []  # a call ends the block, as the family's own renderers have it
         return [self._reasoning_ids[1]] if is_open else []
 
     def _reasoning(

@@ -10,7 +10,8 @@ the template writes there: the close, the separator, the new messages, the gener
 encoded from the close on, so the ids are those of the whole text (a control token separates).
 
 At start, for every role that may follow: its text is written once, the ids do not depend on how
-long the conversation before was, and they are the end of the whole text's ids. A template whose
+long the conversation before was, or on what the assistant said last, and they are the end of the
+whole text's ids. A template whose
 user turns fail this is refused; another role that fails is not taken, with the reason.
 """
 
@@ -36,6 +37,8 @@ NEW = "quxnew"
 _WORD = re.compile(r"[A-Za-z0-9]{1,32}")
 _ANYTHING = re.compile(r"\S{1,32}")
 _LOOKED_AT_CHARS = 256
+MANY_TURNS = 64
+"""A template that tells its turns apart by their number is found up to here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,10 @@ class Turns:
         before: Sequence[Plain] = (),
         *,
         prompt: bool = True,
+        said: str = "",
     ) -> Behind:
-        text = self._render([*before, *self._dummy(messages), *messages], tools, prompt=prompt)
+        dummy = self._dummy(messages, said)
+        text = self._render([*before, *dummy, *messages], tools, prompt=prompt)
         mark = text.rfind(MARK)
         found = self._cut.search(text, mark + len(MARK)) if mark >= 0 else None
         if found is None:
@@ -130,7 +135,7 @@ class Turns:
         ids = self._tokenizer.encode(text)
         return Behind(text, ids[1:] if self.boundary.close_ids else ids)
 
-    def _dummy(self, messages: list[Plain]) -> list[Plain]:
+    def _dummy(self, messages: list[Plain], said: str = "") -> list[Plain]:
         """Return the conversation before: an assistant turn that the messages can follow."""
         user = {"role": "user", "content": USER}
         results = []
@@ -139,14 +144,14 @@ class Turns:
                 break
             results.append(message)
         if not results or "calls" in self._form.drops:
-            return [user, {"role": "assistant", "content": MARK}]
+            return [user, {"role": "assistant", "content": said + MARK}]
         calls: dict[str, Plain] = {}
         for message in results:
             call_id = message.get("tool_call_id", CALL_ID)
-            function = {"name": message.get("name", NAME), "arguments": {KEY: MARK}}
+            function = {"name": message.get("name", NAME), "arguments": {KEY: said + MARK}}
             calls[call_id] = {"id": call_id, "type": "function", "function": function}
         beside = "calls beside text" not in self._form.drops
-        return [user, self._form.assistant(MARK if beside else "", list(calls.values()))]
+        return [user, self._form.assistant(said + MARK if beside else "", list(calls.values()))]
 
     def _culprit(self, messages: list[Plain], tools: Specs) -> int:
         for count in range(1, len(messages)):
@@ -201,18 +206,18 @@ class Turns:
         reason = self._differs(whole[-len(alone) :], alone)
         if reason:
             return f"message 2 has other ids in the whole text: {reason}"
-        for before in self._longer():
+        for before, said in self._others():
             try:
-                longer = self._behind(new, None, before)
+                longer = self._behind(new, None, before, said=said)
             except RenderError as error:
                 return f"the template refuses it as message {len(before) + 2}: {error}"
             reason = self._differs(longer.ids, behind.ids)
             if reason:
                 return (
                     f"message {len(before) + 2} (role {role!r}) is written otherwise than "
-                    f"message 2: {reason}"
+                    f"message 2{' behind another answer' if said else ''}: {reason}"
                 )
-        return ""
+        return self._completes(behind.text)
 
     def _spoken(self, new: list[Plain]) -> str:
         """Return what stands between a message and the assistant's answer to it."""
@@ -227,10 +232,11 @@ class Turns:
         """Return how many control tokens a text of the template's has."""
         return sum(number in self._special for number in self._tokenizer.encode(text))
 
-    def _longer(self) -> list[list[Plain]]:
-        """Return beginnings of conversations that the template takes."""
+    def _others(self) -> list[tuple[list[Plain], str]]:
+        """Return (beginning, what was said last) of other conversations that the template takes."""
         user, said = {"role": "user", "content": USER}, {"role": "assistant", "content": SAID}
-        found = [[user, said], [user, said, user, said]]
+        found: list[tuple[list[Plain], str]] = [([], f"{SAID}, 7 {SAID}.\n")]
+        found += [([user, said] * count, "") for count in (1, 2, MANY_TURNS)]
         tool = _new("tool", "quxresult")
         call = self._dummy([tool])[1]
         for before in ([{"role": "system", "content": "quxsystem"}], [user, call, tool, said]):
@@ -238,8 +244,19 @@ class Turns:
                 self._render([*before, user])
             except RenderError:
                 continue
-            found.append(before)
+            found.append((before, ""))
         return found
+
+    def _completes(self, text: str) -> str:
+        """Return which control string a message would make with what stands beside it, if any."""
+        before, _, behind = text.partition(NEW)
+        for token in sorted(self._tokenizer.controls):
+            for cut in range(1, len(token)):
+                if before.endswith(token[:cut]):
+                    return f"a text that begins with {token[cut:]!r} would become {token}"
+                if behind.startswith(token[cut:]):
+                    return f"a text that ends in {token[:cut]!r} would become {token}"
+        return ""
 
     def _differs(self, expected: list[int], got: list[int]) -> str:
         found = differences(expected, got, special_ids=self._special, decode=self._tokenizer.decode)

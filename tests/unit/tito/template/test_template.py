@@ -35,6 +35,7 @@ REPLIES = [
     "yes<|im_end|>more",
     "cut in the mid",
     "<think>\ncut",
+    "<think>\ncut in a draft<tool_call>\n{}",
     "",
 ]
 NEW: list[list[dict[str, Any]]] = [
@@ -234,6 +235,11 @@ def test_template_that_counts_messages_is_refused_with_message_and_ids(tmp_path:
     assert "got [1050, 1113" in said
 
 
+def _before(expression: str) -> str:
+    """Return the toy's template with something in front of every message's text."""
+    return template("toy").replace("message.content", f"({expression}) ~ message.content")
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -253,6 +259,21 @@ def test_template_that_counts_messages_is_refused_with_message_and_ids(tmp_path:
         (
             template("toy").replace("{{- '<|im_end|>\\n' -}}", "{{- '<|im_end|>' -}}"),
             "rule 'chatml' says that '<|im_end|>\\n' [2, 10] ends an assistant turn",
+        ),
+        (_before("'!' if loop.index0 >= 20 else ''"), "message 130 (role 'user')"),
+        (
+            _before("messages[loop.index0 - 1].content | length if loop.index0 else ''"),
+            "message 2 (role 'user') is written otherwise than message 2 behind another answer",
+        ),
+        (
+            _before("'<|im_' if message.role == 'user' else ''"),
+            "a text that begins with 'end|>' would become <|im_end|>",
+        ),
+        (
+            template("toy").replace(
+                "message.content -", "message.content ~ ('end|>' if message.role == 'user') -"
+            ),
+            "a text that ends in '<|im_' would become <|im_end|>",
         ),
     ],
 )
