@@ -23,6 +23,7 @@ from .calls import closes_behind, judge_call, judge_parsed, new_call_id
 from .families import CallForm, Family
 from .ids import as_ids
 from .messages import normalize_messages, normalize_tools
+from .reasoning import Reasoning, Split, joined
 from .tokenizer import Tokenizer
 
 _TEMPLATE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
@@ -69,7 +70,11 @@ class RenderersBackend:
         self._closes = frozenset(closes) or frozenset(self._close)
         # A turn that is nothing but its end: what follows a closed turn is the same for all turns.
         self._stand_in = self._close if stand_in is None else [stand_in]
-        self._reasoning = reasoning
+        # A renderer of ours says itself how it spells reasoning.
+        self._reasoning: Reasoning | None = getattr(inner, "reasoning", None)
+        if self._reasoning is None and reasoning is not None:
+            opener, closer = (tokenizer.decode([number]) for number in reasoning)
+            self._reasoning = Reasoning(tokenizer, (opener, closer), self._stop_ids)
         self._markup = frozenset(markup)
         self._form = form
 
@@ -183,27 +188,45 @@ class RenderersBackend:
     ) -> AssistantMessage:
         """Parse one reply from its ids alone; never raises for what a model wrote.
 
-        A call counts only outside the reasoning block, and only where that block ended by its own
-        marker: drafts in it, finished or not, are reasoning.
+        A call counts only outside reasoning: drafts in a block, finished or not, are reasoning,
+        wherever in the reply the block begins.
         """
         sampled, tail = completion.tolist(), prompt_tail.tolist()
         stop = next((i for i, number in enumerate(sampled) if number in self._stop_ids), None)
         abnormal = stop is None or sampled[stop] not in self._closes
         ids = sampled[:stop]
-        unfinished = self._unfinished_reasoning(ids, tail)
-        if unfinished is not None:
-            return AssistantMessage("", unfinished, [], abnormal)
+        split = Split(None, False, [ids])
+        if self._reasoning is not None:
+            split = self._reasoning.split(ids, tail)
+        # With the stop id: where several end a turn, it says what the turn was.
+        end = [] if stop is None else [sampled[stop]]
+        contents: list[str] = []
+        thoughts = [] if split.reasoning is None else [split.reasoning]
+        calls: list[ToolCall] = []
+        for piece in split.pieces:
+            # The tail says whether reasoning is open, which a piece never is.
+            before = tail if self._reasoning is None else []
+            said = self._parse_piece(piece, end, before, tools)
+            if not calls:
+                contents.append(said.content)
+            calls += said.tool_calls
+            thoughts += [] if said.reasoning is None else [said.reasoning]
+        reasoning = joined(thoughts) if thoughts else None
+        return AssistantMessage(joined(contents), reasoning, calls, abnormal)
+
+    def _parse_piece(
+        self, ids: list[int], end: list[int], tail: list[int], tools: Sequence[Message] | None
+    ) -> AssistantMessage:
+        """Parse what is no reasoning."""
         try:
-            # With the stop id: where several end a turn, it says what the turn was.
-            whole = sampled if stop is None else sampled[: stop + 1]
-            parsed = self._inner.parse_response(whole, prompt_ids=tail, tools=_specs(tools))
+            parsed = self._inner.parse_response([*ids, *end], prompt_ids=tail, tools=_specs(tools))
         except _TEMPLATE_ERRORS as error:
             # Numbers of thousands of digits, or brackets of thousands of levels.
             text = self.decode(as_ids(ids))
             call = ToolCall(new_call_id(), "", {}, text, ProblemKind.INVALID_JSON, str(error))
-            return AssistantMessage(text, None, [call], abnormal)
+            return AssistantMessage(text, None, [call], False)
         if parsed.reasoning_complete is False:
-            return AssistantMessage("", parsed.reasoning_content or "", [], abnormal)
+            return AssistantMessage("", parsed.reasoning_content or "", [], False)
         if self._form is CallForm.JSON_BLOCK:
             calls = self._judged(parsed.tool_calls, ids)
         else:
@@ -214,7 +237,7 @@ class RenderersBackend:
                 )
                 for block in parsed.tool_calls
             ]  # fmt: skip
-        return AssistantMessage(parsed.content, parsed.reasoning_content, calls, abnormal)
+        return AssistantMessage(parsed.content, parsed.reasoning_content, calls, False)
 
     def _judged(self, found: Sequence[Any], ids: list[int]) -> list[ToolCall]:
         """Return what the parser found as calls, each block as long as its JSON needs.
@@ -316,34 +339,11 @@ class RenderersBackend:
         own = getattr(self._inner, "closing", None)
         if own is not None:
             return list(own(sampled, held))
-        own = getattr(self._inner, "closing", None)
-        if own is not None:
-            closing: list[int] = own(sampled, held)
-            return closing
         if self._reasoning is None or any(number in self._stop_ids for number in sampled):
             return self._close
-        if self._unfinished_reasoning(sampled, held) is None:
+        if not self._reasoning.split(sampled, held).is_open:
             return self._close
-        return [self._reasoning[1], *self._close]
-
-    def _unfinished_reasoning(self, ids: list[int], tail: list[int]) -> str | None:
-        """Return the text of a reasoning block that has no end, None where there is none.
-
-        A block is one that the generation prompt opened, or that is the first thing in the reply.
-        """
-        if self._reasoning is None:
-            return None
-        opener, closer = self._reasoning
-        if closer in ids:
-            return None
-        if opener in ids:
-            place = ids.index(opener)
-            if place == 0 or not self.tokenizer.decode(ids[:place]).strip():
-                return self.tokenizer.decode([i for i in ids if i != opener]).strip()
-        behind = tail[_last_index(tail, frozenset(self._stop_ids)) + 1 :]
-        if opener not in behind or closer in behind[_last_index(behind, frozenset({opener})) :]:
-            return None
-        return self.tokenizer.decode([i for i in ids if i != opener]).strip()
+        return [*self._reasoning.closing, *self._close]
 
     def _refused(
         self, plain: list[dict[str, Any]], specs: list[dict[str, Any]] | None, error: Exception

@@ -270,6 +270,25 @@ def test_parse_executes_nothing_inside_unfinished_reasoning(
     assert message.reasoning.startswith("I will")
 
 
+CALL_F = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>", "</think>d<|im_end|>"])
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [(f"<think>a</think>b<think>c {CALL_F}", "b"), (f"x <think>c {CALL_F}", "x")],
+)
+def test_parse_executes_nothing_inside_a_later_block(
+    text: str, content: str, end: str, qwen: RenderersBackend
+) -> None:
+    message = _parse(qwen, text + end)
+    assert message.tool_calls == []
+    assert message.content == (f"{content}\nd" if end.startswith("</think>") else content)
+    assert message.reasoning.endswith(f"c {CALL_F}")
+    behind = _parse(qwen, f"{text}</think>{CALL_F}<|im_end|>")
+    assert [(call.name, call.problem) for call in behind.tool_calls] == [("f", None)]
+
+
 def test_parse_continues_reasoning_that_the_prompt_opened(qwen: RenderersBackend) -> None:
     message = _parse(qwen, "so\n</think>\n\n8<|im_end|>", "<|im_start|>assistant\n<think>\n")
     assert (message.reasoning, message.content) == ("so", "8")

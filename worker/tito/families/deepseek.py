@@ -6,7 +6,6 @@ of which the later ones only name more of the reserved tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from .dsml import DeepSeekV4, WithOffsets
@@ -40,17 +39,12 @@ _V4: dict[str, int | None] = {
 }
 _THINK = ("<think>", "</think>")
 _MARKUP = (*tuple(_CALLS)[:4], "<｜tool▁sep｜>")
-_V3_RULES = Rules(close=_EOS, attempt="<｜tool▁calls▁begin｜>")
-_R1_RULES = replace(_V3_RULES, reasoning=_THINK)
+_V3_RULES = Rules(close=_EOS, attempt="<｜tool▁calls▁begin｜>", reasoning=_THINK)
 _V4_RULES = Rules(close=_EOS, reasoning=_THINK, late_system=False, tagged=True)
 
 
 def _v3(tokenizer: Any, family: Family) -> Strict:
     return Strict(tokenizer, package(family, tokenizer), _V3_RULES)
-
-
-def _r1(tokenizer: Any, family: Family) -> Strict:
-    return Strict(tokenizer, package(family, tokenizer), _R1_RULES)
 
 
 def _v4(tokenizer: Any, family: Family) -> Strict:
@@ -101,7 +95,7 @@ DEEPSEEK: dict[str, Family] = {
         module="deepseek_r1",
         renderer="DeepSeekR1Renderer",
         config="DeepSeekR1RendererConfig",
-        build=_r1,
+        build=_v3,
         close=_EOS,
         tokens=_TURNS | _CALLS,
         options={"thinking_retention": "all"},

@@ -52,10 +52,8 @@ class DeepSeekV4(Strict):
         ).token_ids
         return ids
 
-    def _parse_rest(
-        self, ids: list[int], start: int, tools: list[Any] | None
-    ) -> tuple[str, list[Any]]:
-        text = self._with_signs(ids[start:])
+    def _parse_piece(self, ids: list[int], tools: list[Any] | None) -> tuple[str, list[Any]]:
+        text = self._with_signs(ids)
         section = _SECTION.search(text)
         first = section.start() if section else text.find(_INVOKE)
         if first < 0:

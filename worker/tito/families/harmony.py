@@ -115,23 +115,20 @@ class Harmony:
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[SimpleNamespace] = []
-        is_open = False
         for start, header, text, end_id, end in self._messages(token_ids):
             channel, recipient = _read(header)
-            is_open = False
             if recipient:
                 raw = f"to={recipient} {text}"
                 calls.append(self._as_call(recipient, text, raw, end_id, (start, end)))
             elif channel == "analysis":
                 reasoning.append(text)
-                is_open = end_id is None
             else:
                 content.append(text)
         return SimpleNamespace(
             content="".join(content).strip(),
             reasoning_content="\n".join(reasoning).strip() or None,
             tool_calls=calls,
-            reasoning_complete=not is_open,
+            reasoning_complete=True,
         )
 
     def _as_call(
@@ -164,6 +161,9 @@ class Harmony:
                 (i for i in range(place, len(ids)) if ids[i] in ends or ids[i] == self._start),
                 len(ids),
             )
+            if end < len(ids) and ids[end] == self._start and self._reasons(ids[place:end]):
+                # Reasoning ends by an end; what begins inside it is a draft.
+                end = next((i for i in range(end, len(ids)) if ids[i] in ends), len(ids))
             block = ids[place:end]
             # A header that never ended has no text; it is shown as content, not lost.
             body = block.index(self._message) if self._message in block else -1
@@ -177,6 +177,13 @@ class Harmony:
             if closed and place < len(ids) and ids[place] == self._start:
                 place += 1
         return found
+
+    def _reasons(self, block: list[int]) -> bool:
+        """Return whether a message is reasoning."""
+        if self._message not in block:
+            return False
+        channel, recipient = _read(self._tokenizer.decode(block[: block.index(self._message)]))
+        return channel == "analysis" and not recipient
 
     def _blocks(self, messages: list[dict[str, Any]], called: list[str]) -> list[int]:
         ids: list[int] = []

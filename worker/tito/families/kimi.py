@@ -51,11 +51,9 @@ class _Kimi(Strict):
             messages = _with_ids(messages, [call.id for call in calls if call.id])
         return super()._suffix(messages, sampled, tools)
 
-    def _parse_rest(
-        self, ids: list[int], start: int, tools: list[Any] | None
-    ) -> tuple[str, list[Any]]:
+    def _parse_piece(self, ids: list[int], tools: list[Any] | None) -> tuple[str, list[Any]]:
         # K2.5 has the calls of K2; its own reader falls back to markers that are only spelled.
-        return self._read(self._reader, ids, start, tools)
+        return self._read(self._reader, ids, tools)
 
 
 def _with_ids(messages: list[dict[str, Any]], sampled: list[str]) -> list[dict[str, Any]]:

@@ -30,14 +30,12 @@ _ATTEMPT = re.compile(
 
 
 class _Llama(Strict):
-    def _parse_rest(
-        self, ids: list[int], start: int, tools: list[Any] | None
-    ) -> tuple[str, list[Any]]:
-        text = self._tokenizer.decode(ids[start:]).strip()
+    def _parse_piece(self, ids: list[int], tools: list[Any] | None) -> tuple[str, list[Any]]:
+        text = self._tokenizer.decode(ids).strip()
         found = _ATTEMPT.fullmatch(text)
         if found is None:
             return text, []
-        call = lost_attempt(found[1], (start, len(ids)))
+        call = lost_attempt(found[1], (0, len(ids)))
         try:
             said = strict_json(found[1])
         except (ValueError, RecursionError):

@@ -1,21 +1,22 @@
 """A renderer of the package `renderers`, held to one reading of what a model wrote.
 
-Owns what the package's renderers do differently from each other, or not at all: where reasoning
-ends, what closes a turn that was cut, system messages that come late, arguments that are no
-object. Never renders by itself, never changes an id. Invariant: a call inside reasoning, finished
-or not, is no call; an attempt at a call is never lost; a suffix does not depend on what it follows.
+Owns what the package's renderers do differently from each other, or not at all: what closes a turn
+that was cut, system messages that come late, arguments that are no object. Never renders by
+itself, never changes an id; where reasoning is, `worker.tito.reasoning` says. Invariant: an attempt
+at a call is never lost; a suffix does not depend on what it follows.
 
 Its methods are those of the package's protocol, so `worker.tito.backend` takes either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from rollstream.errors import ConfigError, MergeFault
+
+from ..reasoning import Reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,6 @@ class Rules:
     """Arguments are written one by one, so that they must be an object."""
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Where the reasoning of a reply is."""
-
-    is_open: bool
-    """It has no end."""
-    text: str | None
-    """None where there is none."""
-    end: int
-    """Index of the first id behind it."""
-
-
 class Strict:
     """The package's renderer `inner` under `rules`."""
 
@@ -60,14 +49,16 @@ class Strict:
         self._stop_ids = frozenset(inner.get_stop_token_ids())
         self._close = tokenizer.token_id(rules.close) if rules.close else None
         self._attempt = tokenizer.token_id(rules.attempt) if rules.attempt else None
-        opener, closer = rules.reasoning or ("", "")
-        self._opener = tokenizer.token_id(opener) if opener else None
+        closer = rules.reasoning[1] if rules.reasoning else ""
         self._closer = tokenizer.token_id(closer) if closer else None
+        self.reasoning: Reasoning | None = None
+        """Splits a reply; what is given to `parse_response` has no reasoning in it."""
+        if rules.reasoning:
+            self.reasoning = Reasoning(tokenizer, rules.reasoning, self._stop_ids)
         # A turn that ended by itself, for suffixes: they are the same behind any turn.
         end = tokenizer.token_id(rules.stand_in or rules.close)
         closed = [self._closer] if rules.behind_closer and self._closer is not None else []
         self._turn: list[int] = [*closed, end]
-        self._prefill = self._find_prefill()
 
     def get_stop_token_ids(self) -> list[int]:
         """Return the ids that end an assistant turn."""
@@ -124,9 +115,10 @@ class Strict:
             held: the tail of what the engine saw; says whether reasoning was open.
         """
         close = [] if self._close is None else [self._close]
-        if self._stop_ids.intersection(sampled) or not self._region(sampled, held).is_open:
+        if self.reasoning is None or self._stop_ids.intersection(sampled):
             return close
-        return [*self._tokenizer.encode((self._rules.reasoning or ("", ""))[1]), *close]
+        is_open = self.reasoning.split(sampled, held).is_open
+        return [*self.reasoning.closing, *close] if is_open else close
 
     def parse_response(
         self,
@@ -135,54 +127,34 @@ class Strict:
         tools: list[Any] | None = None,
         prompt_ids: list[int] | None = None,
     ) -> SimpleNamespace:
-        """Return content, reasoning and calls; each of the latter with the package's status."""
+        """Return content and calls of a piece without reasoning."""
         end = next((i for i, n in enumerate(token_ids) if n in self._stop_ids), len(token_ids))
-        ids = token_ids[:end]
-        region = self._region(ids, prompt_ids or [])
-        if region.is_open:
-            return SimpleNamespace(
-                content="",
-                reasoning_content=(region.text or "").strip(),
-                tool_calls=[],
-                reasoning_complete=False,
-            )
-        content, calls = self._parse_rest(ids, region.end, tools)
-        text = region.text.strip() if region.text else region.text
+        content, calls = self._parse_piece(token_ids[:end], tools)
         return SimpleNamespace(
-            content=content,
-            reasoning_content=text or None,
-            tool_calls=calls,
-            reasoning_complete=True,
+            content=content, reasoning_content=None, tool_calls=calls, reasoning_complete=True
         )
 
-    def _parse_rest(
-        self, ids: list[int], start: int, tools: list[Any] | None
-    ) -> tuple[str, list[Any]]:
-        """Return the content and the calls behind the reasoning; spans are of the whole reply."""
-        return self._read(self._inner, ids, start, tools)
+    def _parse_piece(self, ids: list[int], tools: list[Any] | None) -> tuple[str, list[Any]]:
+        """Return the content and the calls; spans are of `ids`."""
+        return self._read(self._inner, ids, tools)
 
-    def _read(
-        self, reader: Any, ids: list[int], start: int, tools: list[Any] | None
-    ) -> tuple[str, list[Any]]:
+    def _read(self, reader: Any, ids: list[int], tools: list[Any] | None) -> tuple[str, list[Any]]:
         lead = [self._closer] if self._rules.behind_closer and self._closer is not None else []
-        parsed = reader.parse_response([*lead, *ids[start:]], tools=tools)
-        shift = start - len(lead)
+        parsed = reader.parse_response([*lead, *ids], tools=tools)
         for call in parsed.tool_calls:
             if call.token_span is not None:
                 begin, end = call.token_span
-                call.token_span = (begin + shift, end + shift)
+                call.token_span = (begin - len(lead), end - len(lead))
         calls, content = list(parsed.tool_calls), parsed.content or ""
         for call in calls:
             if str(call.status) in ("ok", "unknown_tool"):
                 self._judge(call, ids)
-        attempt = _first(ids, self._attempt, start)
+        attempt = _first(ids, self._attempt)
         if not calls and attempt < len(ids):
             raw = self._tokenizer.decode(ids[attempt + 1 :])
             calls = [lost_attempt(raw, (attempt, len(ids)))]
-        if start and self._closer is None and self._rules.reasoning:
-            # The marker's last token may hold the first letters of the content.
-            text = self._tokenizer.decode(ids[:attempt])
-            content = text.partition(self._rules.reasoning[1])[2].strip()
+        if self._closer is not None and self._closer in ids[:attempt]:
+            content = self._tokenizer.decode(ids[:attempt]).strip()  # it closes nothing: text
         return content, calls
 
     def _judge(self, call: Any, ids: list[int]) -> None:
@@ -220,72 +192,6 @@ class Strict:
             checked.append(message)
         return checked
 
-    def _region(self, ids: list[int], prompt: list[int]) -> Region:
-        """Return the reasoning at the beginning of a reply."""
-        if self._rules.reasoning is None:
-            return Region(False, None, 0)
-        if self._opener is not None and self._closer is not None:
-            return self._region_by_id(ids, prompt, self._opener, self._closer)
-        return self._region_by_text(ids, prompt, *self._rules.reasoning)
-
-    def _region_by_id(self, ids: list[int], prompt: list[int], opener: int, closer: int) -> Region:
-        start = next(
-            (i for i, n in enumerate(ids) if self._tokenizer.decode([n]).strip()), len(ids)
-        )
-        if start < len(ids) and ids[start] == opener:
-            start += 1
-        elif _last(prompt, opener) > _last(prompt, closer):
-            start = 0
-        else:
-            return Region(False, None, 0)
-        try:
-            end = ids.index(closer, start)
-        except ValueError:
-            return Region(True, self._tokenizer.decode(ids[start:]), len(ids))
-        return Region(False, self._tokenizer.decode(ids[start:end]), end + 1)
-
-    def _region_by_text(
-        self, ids: list[int], prompt: list[int], opener: str, closer: str
-    ) -> Region:
-        text = self._tokenizer.decode(ids)
-        inside = text.lstrip()
-        if inside.startswith(opener):
-            inside = inside[len(opener) :]
-        elif self._prefill and prompt[-len(self._prefill) :] == self._prefill:
-            inside = text
-        else:
-            return Region(False, None, 0)
-        place = text.find(closer)
-        if place < 0:
-            return Region(True, inside, len(ids))
-        return Region(False, inside.partition(closer)[0], self._behind(ids, closer))
-
-    def _behind(self, ids: list[int], closer: str) -> int:
-        """Return how many ids spell a text up to its first `closer`, by halving."""
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if closer in self._tokenizer.decode(ids[:middle]):
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    def _find_prefill(self) -> list[int]:
-        """Return the ids with which the generation prompt opens reasoning; none if it does not."""
-        if self._rules.reasoning is None:
-            return []
-        opener, closer = self._rules.reasoning
-        asked = [{"role": "user", "content": "?"}]
-        bare = self._inner.render_ids(asked)
-        whole = self._inner.render_ids(asked, add_generation_prompt=True)
-        prompt = whole[len(bare) :]
-        for place in range(len(prompt) - 1, -1, -1):
-            text = self._tokenizer.decode(prompt[place:])
-            if text.startswith(opener):
-                return [] if closer in text else list(prompt[place:])
-        return []
-
 
 def lost_attempt(raw: str, span: tuple[int, int] | None) -> SimpleNamespace:
     """Return an attempt in which the package's parser found no call."""
@@ -320,13 +226,6 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
 
 
-def _first(ids: list[int], wanted: int | None, start: int) -> int:
-    """Return the index of the first `wanted` from `start` on, the length where there is none."""
-    return next((i for i in range(start, len(ids)) if ids[i] == wanted), len(ids))
-
-
-def _last(ids: Sequence[int], wanted: int) -> int:
-    for place in range(len(ids) - 1, -1, -1):
-        if ids[place] == wanted:
-            return place
-    return -1
+def _first(ids: list[int], wanted: int | None) -> int:
+    """Return the index of the first `wanted`, the length where there is none."""
+    return next((i for i, number in enumerate(ids) if number == wanted), len(ids))

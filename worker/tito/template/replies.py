@@ -1,8 +1,8 @@
 """Replies under a chat template, read from their ids.
 
-Owns where reasoning ends and where calls stand for formats that no family of ours describes; what
-is a good call is decided in `calls`. Never renders, never raises for what a model wrote. Invariant:
-a call counts only outside the reasoning block, and only where that block ended by its own marker.
+Owns where calls stand for formats that no family of ours describes; what is a good call is decided
+in `calls`, what is reasoning in `reasoning`. Never renders, never raises for what a model wrote.
+Invariant: a call counts only outside reasoning, finished or not.
 
 `model.tool_parser` names how calls are spelled; without one, calls are text. `model.
 reasoning_parser` names the reasoning markers; without one they are the vocabulary's own
@@ -22,6 +22,7 @@ from ...types import AssistantMessage, ProblemKind, ToolCall
 from ..backend import import_renderers
 from ..calls import MAX_LATER_CLOSES, closes_behind, judge_call, judge_parsed, new_call_id
 from ..ids import as_ids
+from ..reasoning import Reasoning, joined
 from ..tokenizer import Tokenizer
 from .boundaries import Boundary
 
@@ -59,9 +60,11 @@ class ReplyParser:
         self._tool_parser = _known("model.tool_parser", tool_parser, TOOL_PARSERS)
         names = (*REASONING_MARKERS, NO_REASONING)
         reasoning = _known("model.reasoning_parser", reasoning_parser, names)
-        markers = REASONING_MARKERS.get(reasoning or "think")
-        self._reasoning_ids = None if reasoning == NO_REASONING else self._atomic(markers)
-        self._reasoning_text = markers if reasoning == "think" and not self._reasoning_ids else None
+        self._reasoning: Reasoning | None = None
+        if reasoning != NO_REASONING:
+            found = Reasoning(tokenizer, REASONING_MARKERS[reasoning or "think"], boundary.end_ids)
+            # Without a name, only tokens are markers: text may be about them.
+            self._reasoning = found if found.atomic or reasoning else None
         self._call_ids = self._atomic(JSON_BLOCK)
         self._package: Any = None
         if self._tool_parser in PACKAGE_PARSERS:
@@ -77,7 +80,7 @@ class ReplyParser:
     def markup(self) -> frozenset[str]:
         """Control strings that an assistant's own text may hold."""
         found: set[str] = set()
-        if self._reasoning_ids or self._reasoning_text:
+        if self._reasoning is not None:
             found.update(REASONING_MARKERS["think"])
         if self._tool_parser:
             found.update(JSON_BLOCK)
@@ -102,91 +105,24 @@ class ReplyParser:
         closes = self._boundary.close_ids or tuple(self._boundary.opener_ids)
         abnormal = end == len(sampled) or sampled[end] not in closes
         ids = sampled[:end]
-        open_before = self.reasoning_is_open(prompt_tail.tolist())
-        if self._reasoning_text is not None:
-            return self._parse_text(ids, abnormal, tools, open_before=open_before)
-        reasoning, ids, is_open = self._reasoning(ids, open_before=open_before)
-        if is_open:
-            return AssistantMessage("", reasoning or "", [], abnormal)
-        content, calls = self._calls(ids, tools)
-        return AssistantMessage(content.strip(), reasoning or None, calls, abnormal)
-
-    def reasoning_is_open(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt ends inside a reasoning block: its last marker opened one."""
-        ends = self._boundary.end_ids
-        start = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ends), 0)
-        if self._reasoning_ids is not None:
-            opener, closer = self._reasoning_ids
-            marks = [number for number in prompt[start:] if number in (opener, closer)]
-            return bool(marks) and marks[-1] == opener
-        if self._reasoning_text is None:
-            return False
-        text = self._decode(prompt[start:])
-        return text.rfind(self._reasoning_text[0]) > text.rfind(self._reasoning_text[1])
+        pieces, reasoning = [ids], None
+        if self._reasoning is not None:
+            split = self._reasoning.split(ids, prompt_tail.tolist())
+            pieces, reasoning = split.pieces, split.reasoning
+        contents: list[str] = []
+        calls: list[ToolCall] = []
+        for piece in pieces:
+            content, found = self._calls(piece, tools)
+            if not calls:
+                contents.append(content)
+            calls += found
+        return AssistantMessage(joined(contents), reasoning, calls, abnormal)
 
     def unfinished(self, sampled: Sequence[int], window: Sequence[int]) -> list[int]:
         """Return the closing marker, as ids, where a reply was cut inside its reasoning."""
-        if self._reasoning_ids is None:
+        if self._reasoning is None or not self._reasoning.split(list(sampled), window).is_open:
             return []
-        before = self.reasoning_is_open(window)
-        _, _, is_open = self._reasoning(list(sampled), open_before=before)
-        return [self._reasoning_ids[1]] if is_open else []
-
-    def _reasoning(
-        self, ids: list[int], *, open_before: bool
-    ) -> tuple[str | None, list[int], bool]:
-        """Return (reasoning, what follows it, whether it is unfinished)."""
-        if self._reasoning_ids is None:
-            return None, ids, False
-        opener, closer = self._reasoning_ids
-        first = next((i for i, number in enumerate(ids) if number == opener), -1)
-        explicit = first >= 0 and not self._decode(ids[:first]).strip()
-        if not explicit and not open_before:
-            return None, ids, False
-        start = first + 1 if explicit else 0
-        end = next((i for i in range(start, len(ids)) if ids[i] == closer), -1)
-        inside = ids[start:] if end < 0 else ids[start:end]
-        text = self._decode([number for number in inside if number != opener]).strip()
-        return text, ids[end + 1 :] if end >= 0 else [], end < 0
-
-    def _parse_text(
-        self,
-        ids: list[int],
-        abnormal: bool,
-        tools: Sequence[Message] | None,
-        *,
-        open_before: bool,
-    ) -> AssistantMessage:
-        """Parse a reply whose reasoning markers are no tokens."""
-        assert self._reasoning_text is not None
-        opener, closer = self._reasoning_text
-        text = self._decode(ids)
-        explicit = text.lstrip().startswith(opener)
-        reasoning = ""
-        if explicit or open_before:
-            inside = text.lstrip().removeprefix(opener) if explicit else text
-            reasoning, closed, rest = inside.partition(closer)
-            if not closed:
-                return AssistantMessage("", reasoning.strip(), [], abnormal)
-            ids, text = self._behind(ids, len(text) - len(rest)), rest
-        if self._package is not None:
-            text, calls = self._calls(ids, tools)
-        elif self._tool_parser:
-            text, calls = _text_calls(text)
-        else:
-            calls = []
-        return AssistantMessage(text.strip(), reasoning.strip() or None, calls, abnormal)
-
-    def _behind(self, ids: list[int], chars: int) -> list[int]:
-        """Return the ids behind the first `chars` characters, at a token's start."""
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self._decode(ids[:middle])) < chars:
-                low = middle + 1
-            else:
-                high = middle
-        return ids[low:]
+        return self._reasoning.closing
 
     def _calls(self, ids: list[int], tools: Sequence[Message] | None) -> tuple[str, list[ToolCall]]:
         """Return the text before the calls, and the calls."""

@@ -473,6 +473,122 @@ def test_a_call_inside_reasoning_is_reasoning(name: str) -> None:
             assert "look" in (found.reasoning or "")
 
 
+MARKERLESS = ("gpt-oss", "llama-3")
+"""Families without markers of reasoning: channels, and none at all."""
+marked = pytest.mark.parametrize("name", [n for n in NAMES if n not in MARKERLESS])
+
+
+def late_blocks(name: str) -> list[tuple[str, str, str, list[str]]]:
+    """Return (reply, content, what the reasoning ends with, words of the good calls)."""
+    spelling = SPELLINGS[name]
+    draft, call = (spelling.calls([("look", {"word": word})]) for word in ("né", "nu"))
+    end, calls_end = spelling.answer_end, spelling.calls_end
+    first = ("" if spelling.opened else "<think>") + "a</think>"
+    found = [
+        (f"{first}b<think>c {draft}{calls_end}", "b", "look", []),
+        (f"{first}b<think>c {draft}", "b", "look", []),
+        (f"{first}b<think>c {draft}</think>d{end}", "b\nd", "look", []),
+        (f"{first}b<think>c {draft}</think>{call}{calls_end}", "b", "look", ["nu"]),
+        (f"{first}{call}<think>c {draft}{calls_end}", "", "look", ["nu"]),
+        (f"{first}b<think>c<think>{draft}</think>d{end}", "b\nd", "look", []),
+        (f"{first}b</think>{call}{calls_end}", "b</think>", "a", ["nu"]),
+        (f"{first}b<think>{end}", "b", "a", []),
+    ]
+    if not spelling.opened:
+        found += [
+            (f"x <think>c {draft}{calls_end}", "x", "look", []),
+            (f"x <think>c {draft}</think>{call}{calls_end}", "x", "look", ["nu"]),
+        ]
+    return found
+
+
+@marked
+def test_a_call_inside_a_later_block_is_reasoning_whether_the_block_ends_or_not(name: str) -> None:
+    renderer = toyvocab.renderer(name)
+    for held in (opening(name), after_tools(name)):
+        for text, content, thought, words in late_blocks(name):
+            tail = as_ids(window_of(renderer, held))
+            found = renderer.parse(as_ids(ids_of(name, text)), tail, TOOLS)
+            calls = [(call.arguments.get("word"), call.problem) for call in found.tool_calls]
+            assert calls == [(word, None) for word in words], text
+            assert found.content == content, text
+            assert thought in (found.reasoning or ""), text
+            assert "<think>" not in (found.reasoning or "")
+
+
+@marked
+def test_a_block_inside_a_call_leaves_no_call_with_other_arguments(name: str) -> None:
+    renderer, spelling = toyvocab.renderer(name), SPELLINGS[name]
+    first = "a</think>" if spelling.opened else ""
+    for inside in ("n<think>hm</think>u", "n<think>u"):
+        text = first + spelling.calls([("look", {"word": inside})]) + spelling.calls_end
+        found = renderer.parse(as_ids(ids_of(name, text)), as_ids(opening(name)), TOOLS)
+        assert found.tool_calls, "an attempt is never lost"
+        assert all(call.problem for call in found.tool_calls)
+
+
+@marked
+def test_a_reply_that_was_cut_inside_a_later_block_gets_its_marker_and_a_close(name: str) -> None:
+    renderer, spelling = toyvocab.renderer(name), SPELLINGS[name]
+    held, new = opening(name), [{"role": "user", "content": "Go on."}]
+    cut = ids_of(name, ("a</think>" if spelling.opened else "") + "b<think>c")
+    closing = ids_of(name, "</think>") + closing_of(name)
+    assert extended(renderer, held, cut, new)[: len(closing)] == closing
+    closed = [*cut, *ids_of(name, "</think>d")]
+    assert extended(renderer, held, closed, new)[: len(closing)] != closing
+
+
+@pytest.mark.parametrize("name", MARKERLESS)
+def test_what_looks_like_a_late_block_is_no_call_where_a_family_has_no_markers(name: str) -> None:
+    renderer, spelling = toyvocab.renderer(name), SPELLINGS[name]
+    draft = spelling.calls([("look", {"word": "né"})])
+    reply = ids_of(name, f"{spelling.answer}b<think>c {draft}{spelling.calls_end}")
+    found = renderer.parse(as_ids(reply), as_ids(opening(name)), TOOLS)
+    assert [call for call in found.tool_calls if call.problem is None] == []
+
+
+@pytest.mark.parametrize(
+    "start", ["", "<|channel|>analysis<|message|>a<|end|><|start|>assistant",
+              "<|channel|>commentary<|message|>b<|end|><|start|>assistant"],
+)  # fmt: skip
+def test_gpt_oss_a_call_that_begins_inside_reasoning_is_reasoning(start: str) -> None:
+    renderer, held = toyvocab.renderer("gpt-oss"), as_ids(opening("gpt-oss"))
+    draft = SPELLINGS["gpt-oss"].calls([("look", {"word": "né"})])
+    thinks = f"{start}<|channel|>analysis<|message|>Hm"
+    for between in (" ", "<|start|>assistant"):
+        text = f"{thinks}{between}{draft}<|call|>"
+        found = renderer.parse(as_ids(ids_of("gpt-oss", text)), held, TOOLS)
+        assert found.tool_calls == []
+        assert found.content == ("b" if "commentary" in start else "")
+        assert "look" in (found.reasoning or "")
+    whole = renderer.parse(
+        as_ids(ids_of("gpt-oss", f"{thinks}<|end|><|start|>assistant{draft}<|call|>")), held, TOOLS
+    )
+    assert [call.problem for call in whole.tool_calls] == [None]
+    cut = renderer.parse(as_ids(ids_of("gpt-oss", thinks)), held, TOOLS)
+    assert cut.content == ("b" if "commentary" in start else "")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm-5", "deepseek-r1"])
+def test_a_reply_of_many_blocks_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = toyvocab.renderer(name)
+    seen: list[int] = []
+    decode = renderer.tokenizer.decode
+
+    def counted(ids: Any, **options: Any) -> str:
+        seen.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(renderer.tokenizer, "decode", counted)
+    counts = []
+    for blocks in (50, 100):
+        seen.clear()
+        reply = ids_of(name, "a</think>b<think>" * blocks)
+        renderer.parse(as_ids(reply), as_ids(opening(name)), TOOLS)
+        counts.append(sum(seen))
+    assert counts[1] < 2.2 * counts[0]
+
+
 @every_family
 def test_a_spelled_marker_begins_no_call(name: str) -> None:
     renderer, spelling = toyvocab.renderer(name), SPELLINGS[name]

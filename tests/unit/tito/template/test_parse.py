@@ -77,6 +77,14 @@ def test_reasoning_can_be_switched_off(tmp_path: Path) -> None:
         ("</tool_call> no opener", [], [], "</tool_call> no opener"),
         (f"<think>{GOOD}", [], [], ""),
         (f"<think>{GOOD}</think>{GOOD}", ["f"], [None], ""),
+        (f"<think>a</think>b<think>c {GOOD}", [], [], "b"),
+        (f"x <think>c {GOOD}", [], [], "x"),
+        (f"x <think>c {GOOD}</think>{GOOD}", ["f"], [None], "x"),
+        (f"x<think>c {GOOD}</think>d", [], [], "x\nd"),
+        (f"{GOOD}<think>{GOOD}", ["f"], [None], ""),
+        (f"x</think>{GOOD}", ["f"], [None], "x</think>"),
+        ('<tool_call>{"name": "f", "arguments": {"a": "<think>b</think>c"}}</tool_call>', [""],
+         [ProblemKind.UNCLOSED], ""),
         ("", [], [], ""),
     ],
 )  # fmt: skip
@@ -113,11 +121,12 @@ def test_spellings_of_the_package_are_read_and_judged(
     tmp_path: Path, name: str, parser: str, reply: str, wanted: dict[str, Any]
 ) -> None:
     renderer = backend(tmp_path, name, tool_parser=parser)
-    (call,) = parsed(renderer, f"so <think>{reply}" + reply).tool_calls[:1]
+    (call,) = parsed(renderer, f"so {reply}" + reply).tool_calls[:1]
     assert (call.name, call.arguments, call.problem) == ("f", wanted, None)
     (cut,) = parsed(renderer, reply.removesuffix("</tool_call>")).tool_calls
     assert cut.problem is ProblemKind.UNCLOSED
-    assert parsed(renderer, f"<think>{reply}").tool_calls == []
+    for draft in (f"<think>{reply}", f"so <think>{reply}", f"<think>x</think>so <think>{reply}"):
+        assert parsed(renderer, draft).tool_calls == []
     assert parsed(renderer, f"<think>x</think>{reply}").tool_calls[0].name == "f"
 
 
@@ -164,5 +173,17 @@ def test_cut_inside_reasoning_is_closed_by_its_marker_before_the_turn_is(tmp_pat
     assert renderer.extend(window, toy.array([4, 30]), new, None).tolist() == [5, 2, *toy.U1]
     assert renderer.extend(window, toy.array([4, 30, 5]), new, None).tolist() == [2, *toy.U1]
     assert renderer.extend(window, toy.array([4, 30, 2]), new, None).tolist() == toy.U1
+    late = toy.array([30, 4, 30])
+    assert renderer.extend(window, late, new, None).tolist() == [5, 2, *toy.U1]
     opened = toy.array([*toy.P0, 4])
     assert renderer.extend(opened, toy.array([30]), new, None).tolist() == [5, 2, *toy.U1]
+
+
+@pytest.mark.parametrize("make", [backend, wordy], ids=["ids", "text"])
+def test_a_later_block_is_reasoning_behind_one_that_the_prompt_opened(
+    tmp_path: Path, make: Any
+) -> None:
+    renderer = make(tmp_path, tool_parser="hermes", reasoning_parser="think")
+    message = parsed(renderer, f"a né</think>b é<think>c {GOOD}", "<think>")
+    assert (message.content, message.tool_calls) == ("b é", [])
+    assert message.reasoning == f"a né\n\nc {GOOD}"
