@@ -5,11 +5,11 @@ jinja2, so it is imported only where a template is used. Invariant: a render giv
 `apply_chat_template` gives for the same messages, or a `RenderError`; nothing that a template does
 reaches a file, the network, the clock or another render.
 
-A template comes with a model, from anybody. What is bounded: iterations of loops and calls
-(`MAX_STEPS`), the length of the result and of every string or list that an operator, a filter or a
-method makes (`MAX_CHARS`), numbers, recursion. What is not: the time of one such operation on that
-much text, and what a macro or a `set` block collects within its steps. A template that wants to be
-slow can cost some seconds and some hundred MB; it cannot run for ever.
+A template comes with a model, from anybody. What is bounded: iterations of loops, calls and the
+text that they make (`MAX_STEPS`); the length of all that is written, in blocks and macros too, and
+of everything that an operator, a filter or a method makes, whatever it holds twice (`MAX_CHARS`,
+`weights`); numbers, recursion. What is not: the time of one such operation on that much text. A
+template that wants to be slow can cost some seconds and some hundred MB; it cannot run for ever.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from rollstream.errors import ConfigError
+
+from .extras import Dict, Generation, Namespace
+from .weights import Weights
 
 MAX_STEPS = 10_000_000
 """Iterations of loops, calls, and items that filters go through, in one render: some seconds. A
@@ -42,9 +44,12 @@ MAX_WIDTH = 100
 MAX_SOURCE_CHARS = 1_000_000
 
 _MAX_BITS = 4096
+_CHARS_A_STEP = 16
 _LOOKS = frozenset(["length", "count", "first", "last", "default", "d", "tojson", "string"])
 """Filters that do not go through their items, or are bounded by what they write."""
-_PADDING = frozenset(["center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson"])
+_PADDING = frozenset(
+    ["center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson", "round", "to_bytes"]
+)
 _WIDE = re.compile(r"[0-9]{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{")
 """A width of five digits, or one that is an argument."""
 
@@ -83,7 +88,9 @@ class _Budget(threading.local):
     """What the render of this thread may still cost, and the tools it was given."""
 
     steps = 0
+    written = 0
     tools: PlainTools | None = None
+    weights: Weights
 
 
 Specs: TypeAlias = list[dict[str, Any]] | PlainTools | None
@@ -142,7 +149,8 @@ class ChatTemplate:
         """
         if isinstance(tools, list):
             tools = PlainTools(tools)
-        self._budget.steps, self._budget.tools = MAX_STEPS, tools
+        self._budget.steps, self._budget.written, self._budget.tools = MAX_STEPS, 0, tools
+        self._budget.weights = Weights()
         given: dict[str, Any] = {
             "messages": plain_data(messages),
             "tools": tools.data if tools else None,
@@ -224,7 +232,32 @@ class _Bounds(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - the visitor's name
         self.generic_visit(node)
-        node.iter = _through("_counted", cast("nodes.Expr", node.iter))
+        written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        cost = nodes.Const(1 + written // _CHARS_A_STEP)
+        node.iter = _through("_counted", cast("nodes.Expr", node.iter), cost)
+        return node
+
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Assign:  # noqa: N802 - as above
+        self.generic_visit(node)
+        node.node = _through("_sized", cast("nodes.Expr", node.node))
+        return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Filter:  # noqa: N802 - as above
+        self.generic_visit(node)
+        return _through("_sized", node)
+
+    def visitDict(self, node: nodes.Dict) -> nodes.Filter:  # noqa: N802 - as above
+        self.generic_visit(node)
+        return _through("_sized", node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:  # noqa: N802 - as above
+        self.generic_visit(node)
+        return node if node.ctx != "load" else _through("_sized", node)
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Operand:  # noqa: N802 - as above
+        self.generic_visit(node)
+        if node.op in ("in", "notin"):
+            node.expr = _through("_scanned", node.expr)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802 - as above
@@ -232,60 +265,10 @@ class _Bounds(NodeTransformer):
         return _through("_sized", node)
 
 
-def _through(name: str, node: nodes.Expr) -> nodes.Filter:
-    made = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _through(name: str, node: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+    made = nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
     made.environment = node.environment
     return made
-
-
-class _Generation(Extension):
-    """`{% generation %}`, with which templates mark assistant text for masks; here only its body.
-
-    Our masks come from what was sampled.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 - the library's attribute
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("body")
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def body(self, caller: Callable[[], str]) -> str:
-        """Return what stands between the tags."""
-        return caller()
-
-
-class _Dict:
-    """`dict(…)` without the type's attributes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace(…)` that takes no private name."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a key
-        self, *rest = args
-        given = dict(*rest, **kwargs)
-        for name in given:
-            _public(name)
-        jinja2.utils.Namespace.__init__(self, given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _public(name)
-        super().__setitem__(name, value)
-
-
-def _public(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no private name ({name!r})")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -296,8 +279,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator whose result is not too big."""
-        _check_operands(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        _check_operands(self.budget, operator, left, right)
+        made = super().call_binop(context, operator, left, right)
+        if operator == "+":
+            self.budget.weights.joined(made, left, right)
+        return _sized(self.budget, made)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return the sandboxed `format` of a string that pads to nothing too long."""
@@ -311,25 +297,41 @@ class _Environment(ImmutableSandboxedEnvironment):
         _step(__self.budget)
         name = getattr(__obj, "__name__", "")
         _check_arguments(getattr(__obj, "__self__", None), name, args, kwargs)
-        return _sized(super().call(__context, __obj, *args, **kwargs))
+        for given in (*args, *kwargs.values()):
+            _sized(__self.budget, given)
+        return _sized(__self.budget, super().call(__context, __obj, *args, **kwargs))
 
 
 def _environment(budget: _Budget, today: datetime | None) -> _Environment:
-    made = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     made.budget = budget
 
     @jinja2.pass_context  # keeps it from being run, uncounted, when the template is compiled
-    def counted(context: Context, items: Any) -> Any:
+    def counted(context: Context, items: Any, cost: int) -> Any:
         del context
-        return _Counted(items, budget)
+        return _Counted(items, budget, cost)
 
     @jinja2.pass_context
     def sized(context: Context, value: Any) -> Any:
         del context
-        return _sized(value)
+        return _sized(budget, value)
 
+    @jinja2.pass_context
+    def scanned(context: Context, value: Any) -> Any:
+        del context
+        if isinstance(value, str | list | tuple | range):
+            _step(budget, len(value) // _CHARS_A_STEP)
+        return value
+
+    @jinja2.pass_context
+    def written(context: Context, value: Any) -> Any:
+        del context
+        budget.written += budget.weights.of(value)
+        if budget.written > MAX_CHARS:
+            raise RenderError(f"wrote more than {MAX_CHARS} characters")
+        return value
+
+    made.finalize = written
     made.filters = {name: _bounded(name, filter_, budget) for name, filter_ in made.filters.items()}
 
     def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
@@ -340,12 +342,13 @@ def _environment(budget: _Budget, today: datetime | None) -> _Environment:
         "tojson": _bounded("tojson", tojson, budget),
         "_counted": counted,
         "_sized": sized,
+        "_scanned": scanned,
     }
     made.filters["random"] = _refused("the filter `random`")
     made.globals.pop("lipsum", None)  # random text
     made.globals["raise_exception"] = _raise
-    made.globals["dict"] = _Dict()
-    made.globals["namespace"] = _Namespace
+    made.globals["dict"] = Dict()
+    made.globals["namespace"] = Namespace
     if today is not None:
         made.globals["strftime_now"] = lambda form: today.strftime(form)
     return made
@@ -354,16 +357,22 @@ def _environment(budget: _Budget, today: datetime | None) -> _Environment:
 class _Counted:
     """The items of a loop, one step each."""
 
-    def __init__(self, items: Any, budget: _Budget) -> None:
-        self._items, self._budget = items, budget
+    def __init__(self, items: Any, budget: _Budget, cost: int) -> None:
+        self._items, self._budget, self._cost = items, budget, cost
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:
-            _step(self._budget)
+            _step(self._budget, self._cost)
             yield item
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+def _one_by_one(items: Iterator[Any], budget: _Budget) -> Iterator[Any]:
+    for item in items:
+        _step(budget)
+        yield item
 
 
 def _step(budget: _Budget, count: int = 1) -> None:
@@ -372,9 +381,13 @@ def _step(budget: _Budget, count: int = 1) -> None:
         raise RenderError(f"takes more than {MAX_STEPS} steps")
 
 
-def _sized(value: Any) -> Any:
-    if isinstance(value, str | list | tuple | dict) and len(value) > MAX_CHARS:
+def _sized(budget: _Budget, value: Any) -> Any:
+    """Return a value that is not too much; making a long text takes steps."""
+    weight = budget.weights.of(value)
+    if weight > MAX_CHARS:
         raise RenderError(f"makes something of more than {MAX_CHARS} characters")
+    if isinstance(value, str):
+        _step(budget, weight // _CHARS_A_STEP)
     return value
 
 
@@ -386,7 +399,8 @@ def _bounded(name: str, filter_: Callable[..., Any], budget: _Budget) -> Callabl
         if name not in _LOOKS and _has_len(subject) and not isinstance(subject, str):
             _step(budget, len(subject))
         _check_arguments(subject, name, args[first + 1 :], kwargs)
-        return _sized(filter_(*args, **kwargs))
+        made = filter_(*args, **kwargs)
+        return _one_by_one(made, budget) if isinstance(made, Iterator) else _sized(budget, made)
 
     return bounded
 
@@ -397,7 +411,7 @@ def _check_arguments(
     """Refuse what would make much of little: `"".ljust(10**9)`, `s.replace("a", s)`."""
     if name in _PADDING:
         for width in (*args, *kwargs.values()):
-            if (isinstance(width, int) and width > MAX_WIDTH) or (
+            if (isinstance(width, int) and abs(width) > MAX_WIDTH) or (
                 isinstance(width, str) and len(width) > MAX_WIDTH
             ):
                 raise RenderError(f"`{name}` pads to more than {MAX_WIDTH} characters")
@@ -415,21 +429,24 @@ def _check_arguments(
             _check_product(len(args[1]), subject.count(args[0]) if args[0] else len(subject) + 1)
         elif name == "format":
             _check_format(subject)
+        elif name == "translate" and args and isinstance(args[0], Mapping):
+            longest = max((len(to) for to in args[0].values() if isinstance(to, str)), default=1)
+            _check_product(longest, len(subject))
         elif name == "wordwrap":
             _check_product(sum(len(a) for a in args if isinstance(a, str)), len(subject))
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:
+def _check_operands(budget: _Budget, operator: str, left: Any, right: Any) -> None:
     if operator == "%" and isinstance(left, str):
         _check_format(left)
+        _check_product(budget.weights.of(right), left.count("%"))
     elif operator == "**":
         if isinstance(left, int) and isinstance(right, int):
             _check_bits(abs(right) * left.bit_length())
     elif operator == "*":
         for some, times in ((left, right), (right, left)):
             if isinstance(times, int) and _has_len(some):
-                # A place in a list weighs what eight characters do.
-                _check_product(len(some) * (1 if isinstance(some, str) else 8), times)
+                _check_product(budget.weights.of(some), times)
         if isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() + right.bit_length())
     elif operator == "+" and _has_len(left) and _has_len(right):

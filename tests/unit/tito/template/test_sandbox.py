@@ -231,3 +231,67 @@ def test_template_sees_only_plain_data() -> None:
 def test_what_is_refused_is_refused_before_it_is_made(source: str, what: str) -> None:
     with pytest.raises(RenderError, match=what):
         rendered(source)
+
+
+_TWICE = {
+    "a list in a list": "[ns.s, ns.s]",
+    "an object": "{'a': ns.s, 'b': ns.s}",
+    "a tuple": "(ns.s, ns.s)",
+    "dict": "dict(a=ns.s, b=ns.s)",
+    "arguments of a macro": "[many(ns.s, ns.s)] and ns.t",
+    "a filter": "[1] | batch(3, ns.s) | list",
+    "times": "[ns.s] * 2",
+    "format": "'%s%s' % (ns.s, ns.s)",
+    "method": "'{0}{0}'.format(ns.s)",
+    "a block": "block(ns.s)",
+}
+
+
+@pytest.mark.parametrize("doubled", _TWICE.values(), ids=_TWICE.keys())
+@pytest.mark.parametrize("used", ["{{ ns.s }}", "{{ ns.s | tojson }}", "{{ ns.s == ns.s }}"])
+def test_what_doubles_at_every_step_is_refused(doubled: str, used: str) -> None:
+    source = (
+        "{% set ns = namespace(s='aaaaaaaaaa', t='') %}"
+        "{% macro many() %}{% set ns.t = varargs %}{% endmacro %}"
+        "{% macro block(x) %}{% set y %}{{ x }}{{ x }}{% endset %}{{ y }}{% endmacro %}"
+        "{% for i in range(60) %}{% set ns.s = " + doubled + " %}{% endfor %}" + used
+    )
+    with pytest.raises(RenderError, match=r"more than \d+ (steps|characters)"):
+        rendered(source)
+
+
+LOOP = "{% for i in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{{% set n = namespace(s='%') %}}{LOOP}{{% set n.s = n.s | urlencode %}}{{% endfor %}}",
+        f"{{% set l = range(999) | list %}}{LOOP}{{% if -1 in l %}}{{% endif %}}{{% endfor %}}",
+        "{{ [1] | slice(10 ** 9) | list | length }}",
+        LOOP + "a" * 100_000 + "{% endfor %}",
+        "{% set t %}" + LOOP + "a" * 100_000 + "{% endfor %}{% endset %}",
+        "{% set s = 'a' * 60000 %}{% set t %}" + LOOP + "{{ s }}{% endfor %}{% endset %}",
+        "{{ ('a' * 10000).translate({97: 'b' * 1000000}) | length }}",
+        "{{ 15 | round(-(10 ** 8)) }}",
+        "{{ ['a' * 8000000] * 1000 }}",
+        "{{ ('%s' * 2000) % (('a' * 8000000,) * 2000) }}",
+    ],
+    ids=range(10),
+)
+def test_work_is_bounded_whatever_does_it(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 200_000)
+    with pytest.raises(RenderError, match=r"more than \d+ (steps|characters)"):
+        rendered(source)
+
+
+def test_a_list_that_grows_by_a_message_at_a_time_costs_no_more_than_its_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = [{"role": "user", "content": "a" * 1000}] * 3000
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 10_000)
+    source = (
+        "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}"
+        "{% endfor %}{{ ns.l | length }}"
+    )
+    assert rendered(source, messages) == "3000"
