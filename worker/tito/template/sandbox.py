@@ -45,6 +45,8 @@ MAX_SOURCE_CHARS = 1_000_000
 
 _MAX_BITS = 4096
 _CHARS_A_STEP = 16
+_SHORT_CHARS = 256
+"""Up to here a text costs what the call that makes it does."""
 _LOOKS = frozenset(["length", "count", "first", "last", "default", "d", "tojson", "string"])
 """Filters that do not go through their items, or are bounded by what they write."""
 _PADDING = frozenset(
@@ -237,16 +239,16 @@ class _Bounds(NodeTransformer):
         node.iter = _through("_counted", cast("nodes.Expr", node.iter), cost)
         return node
 
-    def visit_Assign(self, node: nodes.Assign) -> nodes.Assign:  # noqa: N802 - as above
-        self.generic_visit(node)
-        node.node = _through("_sized", cast("nodes.Expr", node.node))
-        return node
+    def visit_Name(self, node: nodes.Name) -> nodes.Expr:  # noqa: N802 - as above
+        # A macro's further arguments: a container that no literal, call or operator made.
+        further = node.ctx == "load" and node.name in ("varargs", "kwargs")
+        return _through("_sized", node) if further else node
 
     def visit_List(self, node: nodes.List) -> nodes.Filter:  # noqa: N802 - as above
         self.generic_visit(node)
         return _through("_sized", node)
 
-    def visitDict(self, node: nodes.Dict) -> nodes.Filter:  # noqa: N802 - as above
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Filter:  # noqa: N802 - as above
         self.generic_visit(node)
         return _through("_sized", node)
 
@@ -297,8 +299,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         _step(__self.budget)
         name = getattr(__obj, "__name__", "")
         _check_arguments(getattr(__obj, "__self__", None), name, args, kwargs)
-        for given in (*args, *kwargs.values()):
-            _sized(__self.budget, given)
+        if args or kwargs:
+            for given in (*args, *kwargs.values()):
+                _sized(__self.budget, given)
         return _sized(__self.budget, super().call(__context, __obj, *args, **kwargs))
 
 
@@ -326,7 +329,7 @@ def _environment(budget: _Budget, today: datetime | None) -> _Environment:
     @jinja2.pass_context
     def written(context: Context, value: Any) -> Any:
         del context
-        budget.written += budget.weights.of(value)
+        budget.written += len(value) if type(value) is str else budget.weights.of(value)
         if budget.written > MAX_CHARS:
             raise RenderError(f"wrote more than {MAX_CHARS} characters")
         return value
@@ -383,6 +386,11 @@ def _step(budget: _Budget, count: int = 1) -> None:
 
 def _sized(budget: _Budget, value: Any) -> Any:
     """Return a value that is not too much; making a long text takes steps."""
+    if isinstance(value, str):
+        if len(value) < _SHORT_CHARS:
+            return value
+    elif not isinstance(value, list | tuple | dict | bytes):
+        return value
     weight = budget.weights.of(value)
     if weight > MAX_CHARS:
         raise RenderError(f"makes something of more than {MAX_CHARS} characters")
