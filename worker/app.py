@@ -38,7 +38,7 @@ from .memory import MEMORY
 from .rescorer import Rescorer
 from .rollout import Rollout
 from .shift import Shift, ShiftLimits, new_incarnation
-from .startup import build_scorers, env_judges, env_runtimes
+from .startup import build_scorers, env_judges, env_runtimes, warn_of_unseen_tools
 from .telemetry.gc_policy import GcPolicy
 from .telemetry.metrics import Metrics
 from .telemetry.pulse import Pulse
@@ -164,6 +164,7 @@ class Worker:
         renderer = await asyncio.wrap_future(self._loading)
         scorers = build_scorers(settings, renderer, self.incarnation)
         envs = env_runtimes(settings, renderer, scorers)
+        warn_of_unseen_tools(envs, renderer)
         self._pool = create_engine(settings, max_token_id=renderer.max_token_id)
         self._closing.push_async_callback(self._pool.aclose)
         await self._reach_engine(self._pool)

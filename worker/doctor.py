@@ -4,7 +4,8 @@ Owns the report about tokens: the start-up checks alone, and the table of famili
 was proven. Never talks to Redis or an engine. Invariant: what it finds is what a worker with the
 same configuration finds at its start, by the same code.
 
-Exit codes: 0 fit; 1 refused, with the reason; 2 wrong usage, or no tokenizer to look at.
+Exit codes: 0 fit; 1 refused, with the reason; 2 wrong usage, or no tokenizer to look at (none is
+named, or there is no such file).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from rollstream.config import load_settings, split_argv
 from rollstream.errors import ConfigError
-from rollstream.settings import ModelTable
+from rollstream.settings import ModelTable, Settings
 
 FIT, REFUSED, USAGE = 0, 1, 2
 PROG = "python -m worker doctor"
@@ -40,9 +41,13 @@ class Report:
     note: str = ""
     facts: list[str] = field(default_factory=list)
     """Sentences for people."""
+    warnings: list[str] = field(default_factory=list)
+    """What a worker would warn of at its start."""
     checks: list[dict[str, Any]] = field(default_factory=list)
     """Per assistant turn of the self-test; see `worker.tito.selftest.Checked`."""
     seconds: float = 0.0
+    examined: bool = False
+    """There was a tokenizer to look at."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--tokenizer", help="a tokenizer.json, its folder, or a hub id")
     parser.add_argument("--renderer", help="a family of the table, auto, or template")
+    parser.add_argument("--families", action="store_true", help="show the table of families too")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     try:
         args = parser.parse_args(list(others))
@@ -66,17 +72,18 @@ def main(argv: Sequence[str]) -> int:
     if args.renderer is not None:
         ours += ["--model.renderer", args.renderer]
     try:
-        table = load_settings(ours, prog=PROG).settings.model
+        settings = load_settings(ours, prog=PROG).settings
     except ConfigError as error:
         sys.stderr.write(f"{PROG}: error: {error}\n")
         return USAGE
+    table = settings.model
     report = Report(table.tokenizer, table.renderer)
-    if table.tokenizer:
-        _examine(report, table)
-    else:
-        report.error = "no tokenizer: give --tokenizer, or model.tokenizer in the configuration"
-    _say(_as_json(report) if args.json else _as_text(report))
-    if not table.tokenizer:
+    there = _is_there(report, table)
+    if there:
+        report.examined = True
+        _examine(report, settings)
+    _say(_as_json(report) if args.json else _as_text(report, with_families=args.families))
+    if not there:
         return USAGE
     return FIT if report.ok else REFUSED
 
@@ -91,12 +98,35 @@ def families() -> list[dict[str, Any]]:
     ]
 
 
-def _examine(report: Report, table: ModelTable) -> None:
+def _is_there(report: Report, table: ModelTable) -> bool:
+    """Return whether there is a tokenizer to look at; else the report says why not."""
+    from .hub import locate
+
+    if not table.tokenizer:
+        report.error = "no tokenizer: give --tokenizer, or model.tokenizer in the configuration"
+        return False
+    try:
+        path = locate(table.tokenizer)
+    except ConfigError as error:
+        report.error = str(error)
+        return False
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        report.error = (
+            f"model.tokenizer: no file {str(file)!r}; give the path of the model's tokenizer.json "
+            "or of the folder that has it"
+        )
+    return report.error is None
+
+
+def _examine(report: Report, settings: Settings) -> None:
     from .model import load_model
+    from .startup import UNSEEN_TOOLS
     from .tito.backend import RenderersBackend
     from .tito.families import FAMILIES
     from .tito.selftest import self_test
 
+    table = settings.model
     started = time.monotonic()
     try:
         renderer = load_model(table)
@@ -109,9 +139,11 @@ def _examine(report: Report, table: ModelTable) -> None:
             traits = renderer.traits
             report.proof = "the model's own chat template, tried just now"
             report.facts = renderer.describe()
-        if renderer.takes_tools:
-            checked = self_test(renderer, table.tokenizer, **traits)
-            report.checks = [asdict(one) for one in checked]
+        report.checks = [asdict(one) for one in self_test(renderer, table.tokenizer, **traits)]
+        if not renderer.shows_tools:
+            tools = {tool for env in settings.envs().values() for tool in env.tools}
+            named = ", ".join(sorted(tools)) or "none is configured"
+            report.warnings.append(f"tools ({named}): {UNSEEN_TOOLS}")
         stops = [renderer.tokenizer.decode([number]) for number in renderer.stop_token_ids]
         report.facts += [
             f"largest id {renderer.max_token_id}, {len(renderer.control_ids)} control strings",
@@ -127,10 +159,24 @@ def _as_json(report: Report) -> str:
     return json.dumps(asdict(report) | {"families": families()}, ensure_ascii=False)
 
 
-def _as_text(report: Report) -> str:
-    lines = ["Families (model.renderer):", *_table(), ""]
+def _as_text(report: Report, *, with_families: bool) -> str:
+    lines = _found(report)
+    if with_families or not report.tokenizer:
+        lines += ["", "Families (model.renderer):", *_table()]
+    else:
+        lines += ["", "--families shows the families that model.renderer takes"]
+    return "\n".join(lines)
+
+
+def _found(report: Report) -> list[str]:
+    """Return the verdict, and what it rests on."""
+    if report.ok:
+        lines = [f"fit        in {report.seconds:.2f} s"]
+    else:
+        lines = [f"{'REFUSED    ' if report.examined else 'NOTHING    '}{report.error}"]
+    lines += [f"WARNING    {warning}" for warning in report.warnings]
     if not report.tokenizer:
-        return "\n".join([*lines, report.error or ""])
+        return lines
     lines.append(f"tokenizer  {report.tokenizer}")
     chosen = f" -> {report.resolved}" if report.resolved not in ("", report.renderer) else ""
     lines.append(f"renderer   {report.renderer}{chosen}")
@@ -144,10 +190,7 @@ def _as_text(report: Report) -> str:
             f"           behind message {one['message']} ({with_} reasoning), "
             f"{' and '.join(one['roles'])}: {one['kind']}, {one['num_ids']} ids"
         )
-    lines.append(
-        f"fit        in {report.seconds:.2f} s" if report.ok else f"REFUSED    {report.error}"
-    )
-    return "\n".join(lines)
+    return lines
 
 
 def _table() -> list[str]:

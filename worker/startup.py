@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import structlog
+
 from rollstream.errors import ConfigError
 from rollstream.group import EnvRule
 from rollstream.settings import EnvTable, Settings
@@ -26,8 +28,14 @@ if TYPE_CHECKING:
     from .rewards import Scorer as RewardScorer
     from .tito.load import LoadedRenderer
 
+log = structlog.get_logger("worker")
+
 NO_REWARD = "none"
 """`reward.kind` where the trainer scores."""
+UNSEEN_TOOLS = (
+    "the chat format does not show tool specs, so the model is not told that these tools exist: "
+    "describe them in the prompts' system message, or remove them"
+)
 
 
 def env_runtimes(
@@ -89,6 +97,21 @@ def _env_runtime(
         scorer=scorer,
         marks=off,
     )
+
+
+def warn_of_unseen_tools(envs: Mapping[str, EnvRuntime], renderer: LoadedRenderer) -> None:
+    """Say once which tools the model is not told of, because its chat format shows no specs."""
+    if renderer.shows_tools:
+        return
+    unseen = {name: sorted(env.tools) for name, env in envs.items() if env.tools}
+    if unseen:
+        log.warning(
+            "tools_not_shown_to_the_model",
+            renderer=renderer.name,
+            tools=sorted({tool for tools in unseen.values() for tool in tools}),
+            environments=sorted(unseen),
+            message=UNSEEN_TOOLS,
+        )
 
 
 def base_sampling(settings: Settings, stop_token_ids: tuple[int, ...]) -> Sampling:

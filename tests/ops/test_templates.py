@@ -82,6 +82,16 @@ def test_published_template_renders_transformers_ids(loaded: Loaded, name: str) 
 
 
 @pytest.mark.parametrize("name", RULES)
+def test_published_template_passes_the_self_test_without_what_it_does_not_take(
+    loaded: Loaded, name: str
+) -> None:
+    ours, _ = loaded(name)
+    checked = self_test(ours, name, **ours.traits)
+    assert checked
+    assert ours.takes_tools == any("tool" in one.roles for one in checked)
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_published_template_is_extended_by_its_own_ids(loaded: Loaded, name: str) -> None:
     ours, _ = loaded(name)
     window = ours.render([ASKED], None).tolist()

@@ -45,6 +45,7 @@ class RenderersBackend:
         markup: Iterable[str] = (),
         form: CallForm = CallForm.JSON_BLOCK,
         name: str = "",
+        shows_tools: bool = True,
     ) -> None:
         """Wrap a renderer of the package's protocol.
 
@@ -61,9 +62,12 @@ class RenderersBackend:
             markup: control strings that stay whole in the content of an assistant message.
             form: how calls are read.
             name: of the family.
+            shows_tools: the template has a place for tool specs.
         """
         self.tokenizer = tokenizer
         self.name = name
+        self.shows_tools = shows_tools
+        """Whether a model is told of its tools."""
         self._inner = inner
         self._stop_ids = tuple(int(number) for number in inner.get_stop_token_ids())
         self._close = [] if close is None else [close]
@@ -104,17 +108,13 @@ class RenderersBackend:
             markup=(*family.markup, *(family.reasoning or ())),
             form=family.call_form,
             name=name,
+            shows_tools=family.shows_tools,
         )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an assistant turn."""
         return self._stop_ids
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the self-test's conversation can be rendered: always, for a family."""
-        return True
 
     @property
     def turn_ends(self) -> frozenset[int]:

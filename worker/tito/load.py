@@ -141,8 +141,7 @@ def _of_template(path: str | Path, options: TemplateOptions | None) -> TemplateB
 
     tokenizer = Tokenizer.load(path)
     renderer = TemplateBackend.load(tokenizer, path, options)
-    if renderer.takes_tools:
-        self_test(renderer, tokenizer.name_or_path, **renderer.traits)
+    self_test(renderer, tokenizer.name_or_path, **renderer.traits)
     return renderer
 
 

@@ -6,7 +6,8 @@ renderer that passes extends its own conversations by the ids that its template 
 
 The conversation has a system message, tools, parallel calls, reasoning, texts that vocabularies
 split in surprising places, a user message behind an assistant turn and one behind a tool result.
-It is tried with and without reasoning. Two things are told apart, behind every assistant turn:
+It is tried with and without reasoning; what a template has no form for at all (tools, a system
+message) is left out. Two things are told apart, behind every assistant turn:
 
     equal        the full rendering of the longer conversation begins with that of the shorter one,
                  and `extend` gives exactly the ids that it has more. Must hold where tool results
@@ -86,6 +87,8 @@ def self_test(
     parallel_calls: bool = True,
     rewrites_turns: bool = False,
     reads_calls: bool = True,
+    system: bool = True,
+    tools: bool = True,
 ) -> list[Checked]:
     """Return what was proven, or refuse a vocabulary and template that are not append-only.
 
@@ -98,15 +101,22 @@ def self_test(
         parallel_calls: the template takes several calls in one turn.
         rewrites_turns: the template is append-only nowhere; only suffixes can be compared.
         reads_calls: the calls that the template writes must be read back.
+        system: the template takes a system message; the conversation has one.
+        tools: the template takes calls and their results; without, the conversation has neither,
+            and no specs.
 
     Raises:
         ConfigError: names the message behind which it broke, and the ids.
     """
-    trial = _Trial(renderer, name, reads_calls, rewrites_turns)
+    trial = _Trial(renderer, name, reads_calls, rewrites_turns, _TOOLS if tools else None)
     trial.texts()
     checked: list[Checked] = []
     for reasoning in (True,) if opens_reasoning else (True, False) if thinking else (False,):
         messages = _conversation(reasoning=reasoning, calls=2 if parallel_calls else 1)
+        if not tools:
+            messages = [_spoken(message) for message in messages if message["role"] != "tool"]
+            messages = _alternating(messages)
+        messages = messages if system else messages[1:]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for place, following in zip(turns, [*turns[1:], len(messages)], strict=True):
             checked.append(trial.turn(messages, place, following, reasoning=reasoning))
@@ -155,14 +165,35 @@ def _conversation(*, reasoning: bool, calls: int) -> list[dict[str, Any]]:
     ]
 
 
+def _spoken(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without calls."""
+    plain = {key: said for key, said in message.items() if key != "tool_calls"}
+    return plain | {"content": message["content"] or "日本"}
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with a user between any two assistant turns: some templates insist."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if found and found[-1]["role"] == message["role"] == "assistant":
+            found.append({"role": "user", "content": f"\n And {len(found)}?"})
+        found.append(message)
+    return found
+
+
 class _Trial:
     """A renderer while it is tried."""
 
     def __init__(
-        self, renderer: Renderer, name: str, reads_calls: bool, rewrites_turns: bool
+        self,
+        renderer: Renderer,
+        name: str,
+        reads_calls: bool,
+        rewrites_turns: bool,
+        tools: list[dict[str, Any]] | None,
     ) -> None:
         self._renderer, self._name, self._reads_calls = renderer, name, reads_calls
-        self._rewrites_turns = rewrites_turns
+        self._rewrites_turns, self._tools = rewrites_turns, tools
         self._stops = renderer.stop_token_ids
         self._ends = frozenset(getattr(renderer, "turn_ends", ())) | frozenset(self._stops)
         self._controls = frozenset(getattr(renderer, "control_ids", self._stops))
@@ -190,8 +221,8 @@ class _Trial:
     ) -> Checked:
         """Try the assistant turn at `place` and the messages up to `following` behind it."""
         try:
-            held = self._renderer.render(messages[:place], _TOOLS).tolist()
-            full = self._renderer.render(messages[:following], _TOOLS).tolist()
+            held = self._renderer.render(messages[:place], self._tools).tolist()
+            full = self._renderer.render(messages[:following], self._tools).tolist()
         except ValueError as error:
             raise self._refusal(messages, place, f"it cannot be rendered: {error}") from error
         new = messages[place + 1 : following]
@@ -255,7 +286,7 @@ class _Trial:
         self, messages: list[Any], place: int, held: list[int], reply: list[int], new: list[Any]
     ) -> list[int]:
         try:
-            ids = self._renderer.extend(as_ids(held), as_ids(reply), new, _TOOLS)
+            ids = self._renderer.extend(as_ids(held), as_ids(reply), new, self._tools)
         except MergeFault as fault:
             raise self._refusal(messages, place, fault.message) from fault
         suffix: list[int] = ids.tolist()
@@ -279,7 +310,7 @@ class _Trial:
             for call in messages[place].get("tool_calls", ())
         ]
         tail = as_ids(_window(held, self._stops))
-        found = self._renderer.parse(as_ids(reply), tail, _TOOLS).tool_calls
+        found = self._renderer.parse(as_ids(reply), tail, self._tools).tool_calls
         got = [(call.name, call.arguments) for call in found if call.problem is None]
         if got != wanted or len(found) != len(wanted):
             problems = [call.problem_text for call in found if call.problem is not None]

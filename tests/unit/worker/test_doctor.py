@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import toy
+from tests.unit.tito.families import toyvocab
 from worker.doctor import FIT, REFUSED, USAGE, main
 from worker.tito.families import FAMILIES
 
@@ -49,11 +50,17 @@ def test_doctor_prints_the_same_for_people(
 ) -> None:
     main(["--tokenizer", str(vocabulary)])
     text = capsys.readouterr().out
-    for name, family in FAMILIES.items():
-        assert re.search(rf"^  {re.escape(name)} +{family.proof}", text, re.MULTILINE)
+    assert re.match(r"fit +in \d", text)
+    assert text.count("--families") == 1
+    assert "glm-4.5" not in text
     assert "renderer   auto -> qwen3\n" in text
     assert "behind message 7 (with reasoning), user: append-only" in text
-    assert re.search(r"\nfit +in \d", text)
+    for argv in (["--families", "--tokenizer", str(vocabulary)], []):
+        main(argv)
+        text = capsys.readouterr().out
+        assert text.startswith(("fit ", "NOTHING    no tokenizer"))
+        for name, family in FAMILIES.items():
+            assert re.search(rf"^  {re.escape(name)} +{family.proof}", text, re.MULTILINE)
 
 
 def test_doctor_refuses_a_vocabulary_of_another_family(
@@ -61,7 +68,7 @@ def test_doctor_refuses_a_vocabulary_of_another_family(
 ) -> None:
     assert main(["--tokenizer", str(vocabulary), "--renderer", "qwen3.5"]) == REFUSED
     said = capsys.readouterr().out
-    assert "REFUSED    model.tokenizer" in said
+    assert said.startswith("REFUSED    model.tokenizer")
     assert "<|endoftext|> has id 151643, expected id 248044" in said
 
 
@@ -105,6 +112,29 @@ def test_doctor_ends_with_2_when_there_is_nothing_to_look_at(
     assert main(argv) == USAGE
     said = capsys.readouterr()
     assert "no tokenizer: give --tokenizer" in said.out or "error:" in said.err
+
+
+def test_doctor_ends_with_2_when_the_tokenizer_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for missing in (tmp_path, tmp_path / "none" / "x", tmp_path / "tokenizer.json"):
+        assert main(["--tokenizer", str(missing), "--renderer", "qwen3"]) == USAGE
+        assert capsys.readouterr().out.startswith("NOTHING    model.tokenizer: no file")
+
+
+def test_doctor_warns_of_tools_that_the_model_is_not_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toyvocab.vocabulary("deepseek-v3").save(str(tmp_path / "tokenizer.json"))
+    argv = ["--tokenizer", str(tmp_path), "--renderer", "deepseek-v3"]
+    code, said = _asked(capsys, *argv, "--worker.tools", '["calculator"]')
+    assert code == FIT
+    assert ["calculator" in warning for warning in said["warnings"]] == [True]
+    main(argv)
+    assert "\nWARNING    tools (none is configured): " in capsys.readouterr().out
+    toyvocab.vocabulary("kimi-k2").save(str(tmp_path / "tokenizer.json"))
+    code, said = _asked(capsys, "--tokenizer", str(tmp_path), "--renderer", "kimi-k2")
+    assert (code, said["warnings"]) == (FIT, [])
 
 
 def test_doctor_is_a_command_of_the_worker_that_needs_no_server(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class Family:
     opens_reasoning: bool = False
     """The generation prompt opens the reasoning block, and an empty one in the history has other
     ids than a model would sample: the self-test's conversation has reasoning in every turn."""
+    shows_tools: bool = True
+    """The template has a place for tool specs."""
     parallel_calls: bool = True
     """The template takes several calls in one turn."""
     rewrites_turns: bool = False

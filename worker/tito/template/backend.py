@@ -162,13 +162,31 @@ class TemplateBackend:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether a conversation with a system message, calls and results can be rendered.
+        """Whether a conversation with calls and results can be rendered.
 
-        Only then can the self-test's conversation be; a template that talks without tools was
-        tried when this object was made, and needs no more.
+        Where it cannot, the self-test's conversation has none.
         """
-        missing = self._form.drops & {"system", "tool", "calls", "calls beside text"}
+        missing = self._form.drops & {"tool", "calls", "calls beside text"}
         return not missing and {"tool", "user"} <= set(self.boundary.roles)
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether a model is told of its tools and may use them."""
+        return self.takes_tools and "tools" not in self._form.drops
+
+    @property
+    def no_system(self) -> str:
+        """Why a conversation cannot begin with a system message; empty where it can."""
+        from .sandbox import RenderError
+
+        if "system" in self._form.drops:
+            return "the template does not write it"
+        asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+        try:
+            self._text(asked)
+        except RenderError as error:
+            return f"the template says: {error}"
+        return ""
 
     @property
     def traits(self) -> dict[str, bool]:
@@ -177,6 +195,8 @@ class TemplateBackend:
             "thinking": "reasoning" not in self._form.drops,
             "parallel_calls": self._form.parallel_calls,
             "reads_calls": self.reads_calls,
+            "system": not self.no_system,
+            "tools": self.takes_tools,
         }
 
     def describe(self) -> list[str]:
@@ -194,6 +214,10 @@ class TemplateBackend:
         said += [f"not {role}: {reason}" for role, reason in self._turns.refused.items()]
         if self._form.drops:
             said.append(f"the template does not write: {', '.join(sorted(self._form.drops))}")
+        if self.no_system:
+            said.append(f"tried without a system message: {self.no_system}")
+        if not self.takes_tools:
+            said.append("tried without calls and results, which the template does not take")
         if not self.reads_calls:
             said.append("calls are text: no model.tool_parser")
         return said

@@ -11,9 +11,11 @@ from rollstream.errors import ConfigError, MergeFault
 from tests import toy
 from tests.unit.tito.template.folder import backend, load, template, write_folder
 from worker.tito.backend import RenderersBackend
-from worker.tito.selftest import self_test
+from worker.tito.load import load_renderer
+from worker.tito.selftest import Kind, self_test
 from worker.tito.template import TemplateBackend, TemplateOptions
 from worker.tito.template.files import TemplateSource
+from worker.tito.tokenizer import Tokenizer
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -171,6 +173,10 @@ def test_templates_that_cannot_show_the_conversation_say_what_they_lack(
 ) -> None:
     renderer = backend(tmp_path, name)
     assert not renderer.takes_tools
+    assert self_test(renderer, name, **renderer.traits)
+    assert {role for one in self_test(renderer, name, **renderer.traits) for role in one.roles} == {
+        "user"
+    }
     assert "user" in renderer.boundary.roles
     said = "\n".join(renderer.describe())
     assert "does not write" in said
@@ -504,3 +510,54 @@ def test_close_that_is_no_token_behind_a_word_is_refused(tmp_path: Path) -> None
     inner.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="message 2 has other ids in the whole text"):
         load(tmp_path)
+
+
+# --- the trial of what a template takes ----------------------------------------------------------
+_ROLES = (
+    "{%- for m in messages -%}%s{{- '<|im_start|>' ~ m.role ~ '\\n' ~ %s ~ '<|im_end|>\\n' -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+NO_SYSTEM = "{%- if m.role == 'system' -%}{{ raise_exception('no system here') }}{%- endif -%}"
+ALTERNATES = (
+    "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('must alternate') }}{%- endif -%}"
+)
+
+
+def _template(check: str = "", content: str = "m.content") -> str:
+    return _ROLES.replace("%s", check, 1).replace("%s", content, 1)
+
+
+@pytest.mark.parametrize("check", [NO_SYSTEM, ALTERNATES, NO_SYSTEM + ALTERNATES])
+def test_what_a_template_refuses_by_its_role_is_left_out_of_the_trial(
+    tmp_path: Path, check: str
+) -> None:
+    write_folder(tmp_path, _template(check))
+    renderer = load_renderer(tmp_path, "template")
+    assert renderer.traits["system"] is False
+    assert any("tried without a system message: the template says" in line
+               for line in renderer.describe())  # fmt: skip
+    checked = self_test(renderer, "t", **renderer.traits)
+    assert {role for one in checked for role in one.roles} == {"user"}
+
+
+def test_a_template_that_trims_earlier_user_texts_is_append_only_by_its_suffixes(
+    tmp_path: Path,
+) -> None:
+    write_folder(
+        tmp_path,
+        _template(content="(m.content if loop.last or m.role != 'user' else m.content[:12])"),
+    )
+    renderer = load_renderer(tmp_path, "template")
+    checked = self_test(renderer, "t", **renderer.traits)
+    assert checked[0].kind is Kind.APPEND_ONLY
+
+
+def test_a_vocabulary_that_a_template_without_tools_cannot_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, _template())
+    assert not load_renderer(tmp_path, "template").takes_tools
+    monkeypatch.setattr(Tokenizer, "encode_plain", lambda self, text: self.encode_raw(text))
+    with pytest.raises(ConfigError, match="written by anybody, as control ids"):
+        load_renderer(tmp_path, "template")
