@@ -12,6 +12,7 @@ import pytest
 
 from examples.devserver import DevServer
 from rollstream.queue import calls
+from tests.unit.tito.families import toyvocab
 
 from .parts import Run, a_run, wait_until
 from .processes import Sim, workers
@@ -177,6 +178,23 @@ async def test_a_worker_waits_for_its_run_and_ends_with_it(
             await run.queue.call(calls.abort_run("enough"))
             code = await asyncio.to_thread(one.process.wait, 45)
     assert code == 0, one.log.read_text()
+
+
+async def test_a_worker_says_once_at_start_which_tools_its_model_is_not_told_of(
+    run: Run, options: Options, tmp_path: Path
+) -> None:
+    toyvocab.vocabulary("deepseek-v3").save(str(tmp_path / "tokenizer.json"))
+    given = options(
+        run.url,
+        model__tokenizer=str(tmp_path),
+        model__renderer="deepseek-v3",
+        worker__tools="calculator",
+    )
+    with workers(tmp_path, 1, given) as (one,):
+        lines = [x for x in one.log.read_text().splitlines() if "tools_not_shown" in x]
+    assert len(lines) == 1
+    assert "deepseek-v3" in lines[0]
+    assert "calculator" in lines[0]
 
 
 async def test_a_worker_ends_with_the_reason_of_a_run_that_failed(
