@@ -111,6 +111,8 @@ class Shift:
         self._ringing: asyncio.Task[bool] | None = None
         self._call_no = 0
         self._refused: set[str] = set()
+        self._said_alike = False
+        """A line a group would fill the log; the metric counts them all."""
         self._failing: asyncio.Task[None] | None = None
         self._strays: set[asyncio.Task[None]] = set()
         self._said = ""
@@ -308,7 +310,9 @@ class Shift:
             self._refused.clear()
             if ending.trajectory is not None and work.group.all_alike(ending.trajectory):
                 self._metrics.group_alike(env)
-                log.warning("members_sampled_the_same", group=work.group.key)
+                if not self._said_alike:
+                    self._said_alike = True
+                    log.warning("members_sampled_the_same", group=work.group.key)
 
     def _note_refusal(self, key: str, message: str) -> None:
         self._refused.add(key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from rollstream.errors import Status, StopReason
 from rollstream.group import PromptGroup
@@ -343,19 +344,22 @@ async def test_case_78_a_group_whose_members_sampled_the_same_is_counted(
     valkey_url: str, run_name: str
 ) -> None:
     async def by_member(stage: GenerateInput) -> GenerateOutput:
-        alike = stage.sample.group_index == 1
+        alike = stage.sample.group_index in (1, 3)
         ids = (4, 5, 6 if alike else 6 + stage.sample.member)
         return GenerateOutput(answer(stage, ids=ids))
 
-    async with a_run(valkey_url, run_name) as run:
-        for group_index, n in ((0, 4), (1, 4), (2, 1)):
-            await run.enqueue(group_index, n)
-        worker = run.worker(generate=by_member, filters=())
-        worker.start()
-        await run.ready(3)
-        worker.metrics.flush()
-        text = worker.metrics.render().decode()
-    assert 'rollout_identical_groups_total{env="default"} 1.0' in text
+    with capture_logs() as lines:
+        async with a_run(valkey_url, run_name) as run:
+            for group_index, n in ((0, 4), (1, 4), (2, 1), (3, 4)):
+                await run.enqueue(group_index, n)
+            worker = run.worker(generate=by_member, filters=())
+            worker.start()
+            await run.ready(4)
+            worker.metrics.flush()
+            text = worker.metrics.render().decode()
+    assert 'rollout_identical_groups_total{env="default"} 2.0' in text
+    said = [line["log_level"] for line in lines if line["event"] == "members_sampled_the_same"]
+    assert said == ["warning"]
 
 
 async def test_case_78_a_temperature_of_0_makes_equal_members_by_itself() -> None:
