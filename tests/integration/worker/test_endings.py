@@ -173,15 +173,15 @@ async def test_an_engine_that_stays_away_ends_groups_by_their_deadline_and_no_wo
 
     async def away(given: GenerateInput) -> GenerateOutput:
         tries.append(given.sample.member)
+        parts.engines.up = False
         raise EngineFault("no engine answers", retryable=True, detail="no_engine")
 
     async with a_run(valkey_url, run_name, lease_ms=600) as run:
         await run.enqueue(1, 2, timeout_ms=900)
         parts = run.worker(generate=away)
         parts.start()
-        await wait_until(lambda: tries)
-        parts.engines.up = False
         await wait_until(run.drops)
+        assert tries
 
         assert await run.drops() == {"deadline": 1}
         assert parts.working is not None
