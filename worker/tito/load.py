@@ -90,10 +90,10 @@ def resolve_auto(tokenizer_path: str | Path) -> tuple[str, str]:
     if name is None:
         who = f"is {model!r}, which is not in the table" if model else "does not say which it is"
         raise ConfigError(
-            f"model.renderer = 'auto': the model of model.tokenizer = {str(tokenizer_path)!r} {who}; "
-            "a fine-tune may have a chat template of its own, so it must be told: set model.renderer "
-            f"to the family of its template, one of {', '.join(FAMILIES)}, or to 'template' for the "
-            "chat template in its folder (docs/tokens.md)"
+            f"model.renderer = 'auto': the model of model.tokenizer = {str(tokenizer_path)!r} "
+            f"{who}; a fine-tune may have a chat template of its own, so it must be told: set "
+            f"model.renderer to the family of its template, one of {', '.join(FAMILIES)}, or to "
+            "'template' for the chat template in its folder (docs/tokens.md)"
         )
     proof = FAMILIES[name].proof
     if proof is Proof.NOT_RUN:
