@@ -22,15 +22,16 @@ from ..types import AssistantMessage, ProblemKind, ToolCall
 from .calls import closes_behind, judge_call, judge_parsed, new_call_id
 from .families import CallForm, Family
 from .ids import as_ids
-from .messages import normalize_messages, normalize_tools
+from .messages import normalize_messages
 from .reasoning import Reasoning, Split, joined
+from .renderer import VocabularyRenderer
 from .tokenizer import Tokenizer
 
 _TEMPLATE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
 """What the package raises for messages or replies that its authors did not think of."""
 
 
-class RenderersBackend:
+class RenderersBackend(VocabularyRenderer[list[dict[str, Any]]]):
     """A `worker.types.Renderer` for one family and one vocabulary."""
 
     def __init__(
@@ -64,7 +65,7 @@ class RenderersBackend:
             name: of the family.
             shows_tools: the template has a place for tool specs.
         """
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, list)
         self.name = name
         self.shows_tools = shows_tools
         """Whether a model is told of its tools."""
@@ -121,16 +122,6 @@ class RenderersBackend:
         """Ids that may stand behind an assistant turn in the template."""
         return self._closes | frozenset(self._close)
 
-    @property
-    def control_ids(self) -> frozenset[int]:
-        """Ids that no text of anybody may give."""
-        return self.tokenizer.control_ids
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest id of the vocabulary."""
-        return self.tokenizer.max_token_id
-
     def render(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> TokenIds:
         """Return the prompt ids of a conversation, generation prompt included.
 
@@ -140,8 +131,7 @@ class RenderersBackend:
         """
         if not messages:
             raise ValueError("a prompt needs at least one message")
-        plain = normalize_messages(messages, self.tokenizer, self._markup)
-        specs = normalize_tools(tools, self.tokenizer)
+        plain, specs = self._normal(messages), self._specs_of(tools)
         try:
             return as_ids(self._inner.render_ids(plain, tools=specs, add_generation_prompt=True))
         except _TEMPLATE_ERRORS as error:
@@ -165,7 +155,7 @@ class RenderersBackend:
             MergeFault: the messages cannot follow here; `detail` is one of `no_messages`,
                 `bad_message`, `bad_tools`, `assistant_message`, `no_bridge`, `prefix`.
         """
-        messages, specs = self._extension(new_messages, tools)
+        messages, specs = self._extension(new_messages, tools, self._normal)
         held, sampled = window.tolist(), completion.tolist()
         closed = _last_index(sampled, self._closes)
         if closed >= 0:
@@ -262,38 +252,8 @@ class RenderersBackend:
             calls.append(call)
         return calls
 
-    def encode(self, text: str) -> TokenIds:
-        """Encode plain text; control strings in it do not become control ids."""
-        return as_ids(self.tokenizer.encode_plain(text))
-
-    def encode_raw(self, text: str) -> TokenIds:
-        """Encode a prompt that is rendered already; control strings in it become their ids."""
-        return as_ids(self.tokenizer.encode_raw(text))
-
-    def decode(self, ids: TokenIds) -> str:
-        """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
-        return self.tokenizer.decode(ids.tolist())
-
-    def _extension(
-        self, new_messages: Sequence[Message], tools: Sequence[Message] | None
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        if not new_messages:
-            raise MergeFault("no message to extend the conversation with", detail="no_messages")
-        try:
-            messages = normalize_messages(new_messages, self.tokenizer, self._markup)
-        except ValueError as error:
-            raise MergeFault(f"cannot extend: {error}", detail="bad_message") from None
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                raise MergeFault(
-                    f"cannot extend: message {place} is an assistant message, which only the "
-                    "engine may add",
-                    detail="assistant_message",
-                )
-        try:
-            return messages, normalize_tools(tools, self.tokenizer)
-        except ValueError as error:
-            raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
+    def _normal(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return normalize_messages(messages, self.tokenizer, self._markup)
 
     def _bridge(
         self,

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from rollstream.errors import MergeFault
 from tests import toy
+from worker.tito import renderer as renderer_module
 from worker.tito.backend import RenderersBackend
-from worker.tito.ids import prompt_ids
+from worker.tito.ids import as_ids, prompt_ids
 from worker.tito.load import load_renderer
 from worker.tito.trajectory import Trajectory
 from worker.types import ProblemKind
@@ -376,3 +377,24 @@ def test_loading_equals_the_plain_import_of_the_package(vocabulary: Path) -> Non
     loaded, ids, _ = _probe(vocabulary, first="import renderers; assert renderers.Qwen3Renderer")
     assert "openai" in loaded
     assert ids == str(PROMPTS[0]["ids"])
+
+
+def test_specs_of_an_environment_are_normalized_once_and_not_once_a_turn(
+    qwen: RenderersBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    plain = renderer_module.normalize_tools
+
+    def counted(tools: Any, escaper: Any) -> Any:
+        made.append(len(tools))
+        return plain(tools, escaper)
+
+    monkeypatch.setattr(renderer_module, "normalize_tools", counted)
+    tools = [{"type": "function", "function": {"name": "once", "parameters": {"type": "object"}}}]
+    held = qwen.render([{"role": "user", "content": "hi"}], tools)
+    end = as_ids([qwen.stop_token_ids[0]])
+    first = qwen.extend(held, end, [{"role": "tool", "content": "a"}], tools)
+    for _ in range(3):  # each trajectory lists the same specs anew
+        again = qwen.extend(held, end, [{"role": "tool", "content": "a"}], list(tools))
+        assert again.tolist() == first.tolist()
+    assert made == [1]

@@ -29,7 +29,8 @@ from rollstream.sample import Message, TokenIds
 from ...types import AssistantMessage
 from ..compare import Comparator
 from ..ids import as_ids
-from ..messages import normalize_messages, normalize_tools
+from ..messages import normalize_messages
+from ..renderer import VocabularyRenderer
 from ..tokenizer import Tokenizer
 from .boundaries import AUTO, Boundary, choose_rule
 from .files import TemplateSource, read_template
@@ -38,8 +39,9 @@ from .replies import ReplyParser
 if TYPE_CHECKING:
     from .sandbox import ChatTemplate, PlainTools, Specs
 
-MAX_HELD_TOOLS = 64
-"""Sets of tool specs that are kept in the template's form: one for each environment."""
+    Base = VocabularyRenderer[PlainTools]
+else:
+    Base = VocabularyRenderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class TemplateOptions:
     """What else the template sees: `{"enable_thinking": false}`."""
 
 
-class TemplateBackend:
+class TemplateBackend(Base):
     """A `worker.types.Renderer` for one chat template and one vocabulary."""
 
     name = "template"
@@ -76,10 +78,10 @@ class TemplateBackend:
         """
         # jinja2 takes 50 ms: only who uses a template pays them.
         from .form import probe_form, takes_parts_only
-        from .sandbox import ChatTemplate
+        from .sandbox import ChatTemplate, PlainTools
         from .turns import Turns, derive_boundary
 
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, PlainTools)
         self.origin = source.origin
         self._names = {**source.special, **options.names}
         self._default = ChatTemplate(source.default, name=source.origin, date=options.date)
@@ -100,7 +102,6 @@ class TemplateBackend:
             tokenizer, boundary, options.tool_parser, options.reasoning_parser
         )
         self._bos = self._find_bos(source)
-        self._specs: dict[tuple[int, ...], tuple[list[Message], PlainTools]] = {}
 
     @classmethod
     def load(
@@ -139,16 +140,6 @@ class TemplateBackend:
     def turn_ends(self) -> frozenset[int]:
         """Ids that may stand behind an assistant turn in the template."""
         return self.boundary.end_ids
-
-    @property
-    def control_ids(self) -> frozenset[int]:
-        """Ids that no text of anybody may give."""
-        return self.tokenizer.control_ids
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest id of the vocabulary."""
-        return self.tokenizer.max_token_id
 
     @property
     def reads_calls(self) -> bool:
@@ -245,7 +236,7 @@ class TemplateBackend:
         if not messages:
             raise ValueError("a prompt needs at least one message")
         plain = self._adapted(messages)
-        specs = self._normal_specs(tools)
+        specs = self._specs_of(tools)
         try:
             text = self._text(plain, specs)
         except RenderError as error:
@@ -274,23 +265,7 @@ class TemplateBackend:
                 `bad_message`, `bad_tools`, `assistant_message`, `role`, `template`,
                 `lost_message`, `generation_prompt`, `bos`.
         """
-        if not new_messages:
-            raise MergeFault("no message to extend the conversation with", detail="no_messages")
-        for place, message in enumerate(new_messages):
-            if isinstance(message, dict) and message.get("role") == "assistant":
-                raise MergeFault(
-                    f"cannot extend: message {place} is an assistant message, which only the "
-                    "engine may add",
-                    detail="assistant_message",
-                )
-        try:
-            messages = self._adapted(new_messages)
-        except ValueError as error:
-            raise MergeFault(f"cannot extend: {error}", detail="bad_message") from None
-        try:
-            specs = self._normal_specs(tools)
-        except ValueError as error:
-            raise MergeFault(f"cannot extend: {error}", detail="bad_tools") from None
+        messages, specs = self._extension(new_messages, tools, self._adapted)
         tail = self._turns.behind(messages, specs).ids
         if self._bos is not None and self._bos in tail:
             raise MergeFault("the suffix has a BOS in it", detail="bos")
@@ -309,18 +284,6 @@ class TemplateBackend:
         """Parse one reply from its ids alone; never raises for what a model wrote."""
         return self._parser.parse(completion, prompt_tail, tools)
 
-    def encode(self, text: str) -> TokenIds:
-        """Encode plain text; control strings in it do not become control ids."""
-        return as_ids(self.tokenizer.encode_plain(text))
-
-    def encode_raw(self, text: str) -> TokenIds:
-        """Encode a prompt that is rendered already; control strings in it become their ids."""
-        return as_ids(self.tokenizer.encode_raw(text))
-
-    def decode(self, ids: TokenIds) -> str:
-        """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
-        return self.tokenizer.decode(ids.tolist())
-
     def _text(
         self,
         messages: list[dict[str, Any]],
@@ -338,22 +301,6 @@ class TemplateBackend:
     def _adapted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         plain = normalize_messages(messages, self.tokenizer, self._parser.markup)
         return self._form.apply(plain, messages, self.tokenizer.escape)
-
-    def _normal_specs(self, tools: Sequence[Message] | None) -> PlainTools | None:
-        """Return the normalized specs; those of one environment are made once."""
-        from .sandbox import PlainTools
-
-        if not tools:
-            return None
-        key = tuple(map(id, tools))
-        found = self._specs.get(key)
-        if found is None:
-            specs = PlainTools(normalize_tools(tools, self.tokenizer) or [])
-            if len(self._specs) >= MAX_HELD_TOOLS:
-                self._specs.clear()
-            # What was given is held as well: while it lives, nothing else has its ids.
-            found = self._specs[key] = (list(tools), specs)
-        return found[1]
 
     def _culprit(self, messages: list[dict[str, Any]], tools: Specs) -> int:
         """Return the first message with which the conversation cannot be rendered."""
