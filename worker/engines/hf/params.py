@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..sim.protocol import Refused
+from ..server_words import Refused
 
 ALL = 1 << 30
 """`top_k` that keeps the whole vocabulary; SGLang's number."""

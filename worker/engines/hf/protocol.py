@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from ..request import new_rid
-from ..sim.protocol import Refused, version_spans
+from ..server_words import Refused, check_length, version_spans
 from .params import read_params
 from .task import Task
 
@@ -98,7 +98,7 @@ def read_generate(raw: bytes, limits: Limits, in_use: Container[str]) -> tuple[T
         raise Refused(f"Duplicate request ID detected: {body.rid}")
     params = read_params(body.sampling_params, limits.vocabulary_size, has_text=limits.has_text)
     given = (body.sampling_params or {}).get("max_new_tokens")
-    _check_length(len(ids), given, limits.context_tokens)
+    check_length(len(ids), given, limits.context_tokens)
     params.max_new_tokens = min(params.max_new_tokens, limits.context_tokens - len(ids))
     frame = Frame(
         bool(body.return_logprob),
@@ -131,19 +131,6 @@ def _ids(body: _Body, limits: Limits) -> list[int]:
             f"0..{limits.vocabulary_size - 1}"
         )
     return ids
-
-
-def _check_length(num_prompt: int, num_new: int | None, context_tokens: int) -> None:
-    if num_prompt >= context_tokens:
-        raise Refused(
-            f"The input ({num_prompt} tokens) is longer than the model's context length "
-            f"({context_tokens} tokens)."
-        )
-    if num_new is not None and num_prompt + num_new > context_tokens:
-        raise Refused(
-            f"Requested token count exceeds the model's maximum context length of "
-            f"{context_tokens} tokens. You requested a total of {num_prompt + num_new} tokens."
-        )
 
 
 def _score_from(body: _Body, num_prompt: int) -> int | None:

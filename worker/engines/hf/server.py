@@ -20,7 +20,7 @@ from aiohttp import web
 
 from rollstream.errors import ConfigError
 
-from ..sim.protocol import Refused, error_body, weight_label
+from ..server_words import Refused, error_body, weight_label
 from .engine import Batch
 from .model import Model
 from .params import read_params

@@ -1,22 +1,21 @@
 """SGLang's `/generate` as the simulated engine reads it: what is refused, and in which words.
 
-Owns the checks that SGLang makes before it samples, and the spans of weight versions. Never
-answers anything itself. Invariant: what a real server of this protocol refuses is refused here too
-(unknown sampling parameters, prompts over the context, a rid in use), so that a client that works
-here works there; what this engine cannot do is refused by name rather than ignored.
+Owns the checks that SGLang makes before it samples. Never answers anything itself. Invariant: what
+a real server of this protocol refuses is refused here too (unknown sampling parameters, prompts
+over the context, a rid in use), so that a client that works here works there; what this engine
+cannot do is refused by name rather than ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from rollstream.errors import RollstreamError
-
 from ..request import new_rid
+from ..server_words import Refused, check_length
 
 _SAMPLING_KEYS: tuple[str, ...] = tuple(
     "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
@@ -39,19 +38,6 @@ _UNABLE: dict[str, tuple[Any, ...]] = {
     "choice": (None, []),
 }
 """What a script cannot honour, with the values that ask for nothing."""
-
-
-class Refused(RollstreamError):
-    """The request is answered with HTTP 400."""
-
-    def __init__(self, message: str, *, contract: bool = False) -> None:
-        super().__init__(message)
-        self.body = error_body(message, contract=contract)
-
-
-def error_body(message: str, *, contract: bool = False) -> bytes:
-    """Return an error in SGLang's shape; its contract gate answers the text itself."""
-    return msgspec.json.encode({"error": message if contract else {"message": message}})
 
 
 class _Body(msgspec.Struct):
@@ -107,7 +93,7 @@ def read_generate(
         raise Refused(f"Duplicate request ID detected: {body.rid}")
     sampling = body.sampling_params or {}
     _check_sampling(sampling)
-    _check_length(len(ids), sampling.get("max_new_tokens"), context_tokens)
+    check_length(len(ids), sampling.get("max_new_tokens"), context_tokens)
     return GenerateBody(
         body.rid or new_rid(),
         ids,
@@ -156,47 +142,3 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
     limit = sampling.get("max_new_tokens")
     if limit is not None and limit < 0:
         raise Refused(f"max_new_tokens must be at least 0, got {limit}.")
-
-
-def _check_length(num_prompt: int, num_new: int | None, context_tokens: int) -> None:
-    if num_prompt >= context_tokens:
-        raise Refused(
-            f"The input ({num_prompt} tokens) is longer than the model's context length "
-            f"({context_tokens} tokens)."
-        )
-    if num_new is not None and num_prompt + num_new > context_tokens:
-        raise Refused(
-            f"Requested token count exceeds the model's maximum context length of "
-            f"{context_tokens} tokens. You requested a total of {num_prompt + num_new} tokens."
-        )
-
-
-def weight_label(version: Any) -> str:
-    """Return a version as SGLang keeps it: text."""
-    if isinstance(version, bool) or not isinstance(version, (str, int)):
-        raise Refused(f"new_version {version!r} is not text")
-    return str(version)
-
-
-def version_spans(
-    changes: Sequence[tuple[str, int]], current: str, num_tokens: int
-) -> list[dict[str, Any]]:
-    """Return which version sampled which tokens of one reply, as SGLang reports it.
-
-    Args:
-        changes: (version that ended, after how many tokens), in order.
-        current: the version at the end.
-        num_tokens: C.
-    """
-    spans: list[dict[str, Any]] = []
-    behind = 0
-    for version, end in [*changes, (current, num_tokens)]:
-        end = min(end, num_tokens)  # a reply may be cut before a change
-        if end <= behind and spans:
-            continue
-        if spans and spans[-1]["version"] == version:
-            spans[-1]["end"] = end
-        else:
-            spans.append({"version": version, "start": behind, "end": end})
-        behind = end
-    return spans

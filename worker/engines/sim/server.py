@@ -21,18 +21,12 @@ import numpy as np
 
 from rollstream.sample import TokenIds
 
+from ..server_words import Refused, error_body, version_spans, weight_label
 from .faults import CUTS, Fault, FaultConfig, FaultDice
 from .http import Exchange
 from .numbers import ReplayConfig, routed_experts
 from .policy import NOTICE, Policy, Reply
-from .protocol import (
-    GenerateBody,
-    Refused,
-    error_body,
-    read_generate,
-    version_spans,
-    weight_label,
-)
+from .protocol import GenerateBody, read_generate
 
 _ENCODER = msgspec.json.Encoder()
 

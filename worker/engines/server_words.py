@@ -1,0 +1,78 @@
+"""SGLang's words on the server's side: how it refuses, measures and reports.
+
+Owns what the engines of ours that speak SGLang's protocol (`sim`, `hf`) must say alike. Never
+samples and does no I/O. Invariant: a client cannot tell these answers from SGLang's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollstream.errors import RollstreamError
+
+
+class Refused(RollstreamError):
+    """The request is answered with HTTP 400."""
+
+    def __init__(self, message: str, *, contract: bool = False) -> None:
+        super().__init__(message)
+        self.body = error_body(message, contract=contract)
+
+
+def error_body(message: str, *, contract: bool = False) -> bytes:
+    """Return an error in SGLang's shape; its contract gate answers the text itself."""
+    return msgspec.json.encode({"error": message if contract else {"message": message}})
+
+
+def check_length(num_prompt: int, num_new: int | None, context_tokens: int) -> None:
+    """Refuse what does not fit the context.
+
+    Args:
+        num_prompt: ids of the prompt.
+        num_new: tokens asked for, None for as many as fit.
+        context_tokens: of the model.
+    """
+    if num_prompt >= context_tokens:
+        raise Refused(
+            f"The input ({num_prompt} tokens) is longer than the model's context length "
+            f"({context_tokens} tokens)."
+        )
+    if num_new is not None and num_prompt + num_new > context_tokens:
+        raise Refused(
+            f"Requested token count exceeds the model's maximum context length of "
+            f"{context_tokens} tokens. You requested a total of {num_prompt + num_new} tokens."
+        )
+
+
+def weight_label(version: Any) -> str:
+    """Return a version as SGLang keeps it: text."""
+    if isinstance(version, bool) or not isinstance(version, (str, int)):
+        raise Refused(f"new_version {version!r} is not text")
+    return str(version)
+
+
+def version_spans(
+    changes: Sequence[tuple[str, int]], current: str, num_tokens: int
+) -> list[dict[str, Any]]:
+    """Return which version sampled which tokens of one reply, as SGLang reports it.
+
+    Args:
+        changes: (version that ended, after how many tokens), in order.
+        current: the version at the end.
+        num_tokens: C.
+    """
+    spans: list[dict[str, Any]] = []
+    behind = 0
+    for version, end in [*changes, (current, num_tokens)]:
+        end = min(end, num_tokens)  # a reply may be cut before a change
+        if end <= behind and spans:
+            continue
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = end
+        else:
+            spans.append({"version": version, "start": behind, "end": end})
+        behind = end
+    return spans
