@@ -228,9 +228,9 @@ def _check_values(leaf: Sample, max_token_id: int) -> None:
     if mask is not None and len(mask) and int(mask.max()) > 1:
         raise ValueError(f"loss_mask holds {int(mask.max())}, expected 0 and 1")
     if log_probs is not None and len(log_probs):
-        highest = float(log_probs.max())
-        if not highest <= LOGPROB_EPSILON or not np.isfinite(log_probs.min()):
-            raise ValueError(f"rollout_log_probs holds {highest}, a log-prob is finite and <= 0")
+        for worst in (float(log_probs.max()), float(log_probs.min())):
+            if not -np.inf < worst <= LOGPROB_EPSILON:
+                raise ValueError(f"rollout_log_probs holds {worst}, a log-prob is finite and <= 0")
 
 
 def _freeze(leaf: Sample) -> None:
