@@ -234,7 +234,7 @@ ROWS = np.zeros((4, 2, 1), np.int32)
         ({"rollout_log_probs": [-0.5, 0.01]}, "a log-prob is finite and <= 0"),
         ({"rollout_log_probs": [-0.5, -1e300]}, "finite"),
         ({"rollout_log_probs": [float("nan"), -0.5], "calls": []}, "finite"),
-        ({"rollout_log_probs": [float("-inf"), -0.5], "calls": []}, "finite"),
+        ({"rollout_log_probs": [float("-inf"), -0.5], "calls": []}, "holds -inf"),
         ({"tokens": np.ones((5, 1), np.int32)}, r"tokens has shape \(5, 1\)"),
         ({"loss_mask": np.ones((2, 1), np.uint8)}, r"loss_mask has shape \(2, 1\)"),
         ({"response": b"bytes"}, "response is bytes, expected text"),
