@@ -191,6 +191,8 @@ class Report(StrEnum):
 
     COMPLETE = "complete"
     BACK = "back"
+    PARK = "park"
+    """Given back uncharged with the tokens it has: whoever leases it next goes on from there."""
     RETRY = "retry"
     FINAL = "final"
 
@@ -254,6 +256,25 @@ class EngineFault(RolloutFault):
     """An engine answered nothing, an error, or something impossible."""
 
     reason = StopReason.ENGINE_ERROR
+
+
+class Withheld(RolloutFault):
+    """No call is made: the run is about to get new weights, or this worker is about to end.
+
+    A function that is resumable returns what it has as `abort_weights`; any other lets it pass, and
+    its member is given back uncharged.
+    """
+
+    reason = StopReason.ABORT_WEIGHTS
+
+    def __init__(
+        self,
+        message: str = "no call is made during this pause",
+        *,
+        retryable: bool = True,
+        detail: str = "",
+    ) -> None:
+        super().__init__(message, retryable=retryable, detail=detail)
 
 
 class ToolFault(RolloutFault):

@@ -90,11 +90,29 @@ class ModelTable(Table):
 class EngineTable(Table):
     """The inference engines."""
 
-    kind: Literal["sglang", "hf", "sim"] = "sglang"
+    kind: Literal["sglang", "vllm", "hf", "sim"] = "sglang"
     """The protocol that the engines speak. The engine over transformers and the simulated one speak
     SGLang's, so `hf` and `sim` do the same as `sglang`, and say what the engines are."""
     urls: tuple[str, ...] = ()
-    """Root URLs of the engines."""
+    """Root URLs of the engines. `dns+http://host:port` is every address that the name has, and
+    `router+http://host:port` every worker that a router lists; both are asked again and again. A
+    trainer's `set_engines` wins over this."""
+    discover_interval_s: float = Field(10.0, gt=0)
+    """How often a name is resolved, and a router asked for its workers."""
+    require_version: bool = True
+    """An engine takes calls only while it reports the run's weight version, or a newer one."""
+    vllm_route: Literal["generate", "completions"] = "generate"
+    """With `vllm`: token-in token-out (`/inference/v1/generate`), or `/v1/completions` for servers
+    that lack it."""
+    model: str = ""
+    """With `vllm`: the model's name in every request; empty sends none."""
+    lora_path: str = ""
+    """With SGLang: the adapter of every request; empty sends none."""
+    max_in_flight: int = Field(0, ge=0)
+    """The most calls that this worker has at one engine; 0 is as many as it has slots. Engines that
+    say that they are full get less, and more again as they answer."""
+    retry_budget: float = Field(0.2, ge=0, le=1)
+    """Retries may be this share of the calls, over a minute; beyond it a call fails at once."""
     request_timeout_s: float = Field(600.0, gt=0)
     """How long one request may take."""
     connect_timeout_s: float = Field(5.0, gt=0)
@@ -264,6 +282,9 @@ class WorkerTable(Table):
     """How long SIGTERM waits for samples in flight before it gives them back."""
     fail_after_groups: int = Field(20, ge=1)
     """Refused groups in a row, without one success, that end the run as failed."""
+    submission: Literal["sample", "group"] = "sample"
+    """`sample` frees a slot when its sample ends; `group` only when all of its group's have that
+    this worker leased (as older systems do, for comparison)."""
     role: Literal["all", "rollout", "aggregator"] = "all"
     """`all` generates and aggregates; the others do one of both."""
 
@@ -286,10 +307,28 @@ class AggregatorTable(Table):
 
 
 class WeightsTable(Table):
-    """How old a sample may be."""
+    """How old a sample may be, and what new weights do to the samples that run."""
 
+    mode: Literal["async", "on_policy", "colocated"] = "async"
+    """`on_policy` permits no staleness and stops running samples at an update; `colocated` also
+    waits until the engines are idle, for trainers on the same GPUs."""
     max_staleness: int = Field(-1, ge=-1)
-    """Versions; -1 is unbounded."""
+    """Versions; -1 is unbounded. 0 with `on_policy` and `colocated`, whatever stands here."""
+    groups_per_step: int | None = Field(None, ge=1)
+    """Groups that one step of the trainer takes: with a bounded staleness the producer then keeps
+    at most `groups_per_step * (1 + max_staleness)` live, so that few groups get stale at all."""
+    on_stale: Literal["drop", "requeue", "deliver"] | None = None
+    """What becomes of a group that is too old: dropped, begun anew (at most `max_requeues` times,
+    then dropped), or delivered all the same. None is `drop`, and `requeue` where `mode` is not
+    `async`."""
+    max_requeues: int = Field(3, ge=0)
+    """How often one group may begin anew."""
+    partial: bool = False
+    """Samples that an update stops keep their tokens, and another worker goes on from there."""
+    max_resumes: int = Field(16, ge=1)
+    """How often one sample may be resumed; then it begins anew, which counts as an attempt."""
+    mask_offpolicy: bool = False
+    """Of a sample over several versions only the newest one's tokens are trained on."""
 
 
 class RqTable(Table):

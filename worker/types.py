@@ -16,7 +16,16 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy.typing as npt
 
 from rollstream.group import Trajectory
-from rollstream.sample import LogProbs, Message, PrefixCacheInfo, Sample, Span, SpecInfo, TokenIds
+from rollstream.sample import (
+    UNKNOWN_VERSION,
+    LogProbs,
+    Message,
+    PrefixCacheInfo,
+    Sample,
+    Span,
+    SpecInfo,
+    TokenIds,
+)
 
 from .sampling import Sampling
 
@@ -92,6 +101,10 @@ class Completion:
     cache: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
     spec: SpecInfo = field(default_factory=SpecInfo)
     logprob_mode: str = "temperature"
+    dispatched_version: int = UNKNOWN_VERSION
+    """The weight version that was current when the try that brought this was sent (a call may wait
+    for a pause to end, or be tried again, and then begins under another version than its caller
+    knew); unknown where an engine does not say."""
     routed_experts: Replay | None = None
     """Where the request asked for them: rows from its `replay_start` to the last position that was
     fed in (the last sampled token never was)."""

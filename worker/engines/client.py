@@ -1,0 +1,84 @@
+"""The seam between the pool and one engine, whatever protocol that engine speaks.
+
+Owns what a pool may ask of an engine. Never does I/O, and implements nothing. Invariant: a client
+makes one try per call; it never retries and never chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..sampling import Sampling
+from ..types import Completion, RequestIds
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What an engine says of itself when it is asked without being loaded."""
+
+    version: str | int | None
+    """Its label of the weights that it serves; None where it does not say."""
+    paused: bool = False
+    """It is there, but samples nothing until it is told to go on."""
+
+
+class EngineClient(Protocol):
+    """One engine, by its base URL.
+
+    Attributes:
+        url: without a slash at the end.
+        aborts: how many aborts were sent.
+        failed_aborts: how many of them the engine did not take.
+    """
+
+    url: str
+    aborts: int
+    failed_aborts: int
+
+    async def generate(
+        self,
+        prompt: RequestIds,
+        sampling: Sampling,
+        *,
+        rid: str,
+        routing_key: str,
+        version: int,
+        timeout_s: float,
+        salt: int,
+        limit_s: float = float("inf"),
+    ) -> Completion:
+        """Sample a continuation of `prompt` in one try.
+
+        Raises:
+            EngineFault: by the table in `faults`.
+        """
+        ...
+
+    async def look(self) -> Look:
+        """Ask the engine whether it is there, without loading it; also while it is paused.
+
+        Raises:
+            EngineFault: it did not answer, or not with 200.
+        """
+        ...
+
+    async def score(self, body: bytes, *, timeout_s: float) -> bytes:
+        """Return the raw answer to a request that samples nothing; never tried again.
+
+        Raises:
+            EngineFault: no answer in time, an error, or a protocol that has no such request.
+        """
+        ...
+
+    async def abort(self, rid: str) -> bool:
+        """Tell the engine to stop a request; whether it took that. Bounded, never raises."""
+        ...
+
+    def abort_soon(self, rid: str) -> None:
+        """Abort in the background, for callers that cannot wait."""
+        ...
+
+    async def aclose(self) -> None:
+        """Let aborts that are on their way go out."""
+        ...
