@@ -6,11 +6,17 @@ makes one try per call; it never retries and never chooses.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ..sampling import Sampling
 from ..types import Completion, RequestIds
+
+Extension: TypeAlias = Callable[[], Awaitable[float]]
+"""Asked when a call's time runs out, before its engine is told to stop: seconds more that it has,
+e.g. because the engine is paused, or was meanwhile; 0 is none. It is asked again when those ran
+out, and has as long for an answer as a connection has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +53,21 @@ class EngineClient(Protocol):
         timeout_s: float,
         salt: int,
         limit_s: float = float("inf"),
+        extend: Extension | None = None,
     ) -> Completion:
         """Sample a continuation of `prompt` in one try.
+
+        Args:
+            prompt: all ids held so far.
+            sampling: the effective parameters.
+            rid: of this try, 32 hex digits.
+            routing_key: sent with the request, for routers.
+            version: the weight version current at dispatch; the reply's `dispatched_version`.
+            timeout_s: after so long `extend` is asked, and then the engine told to stop; its reply
+                to that is awaited for the client's own bounded time.
+            salt: the weight version that the prefix cache is salted with.
+            limit_s: nothing is awaited beyond it, whatever `extend` says.
+            extend: see `Extension`.
 
         Raises:
             EngineFault: by the table in `faults`.

@@ -22,10 +22,13 @@ from rollstream.sample import UNKNOWN_VERSION
 
 from ..sampling import Sampling
 from ..types import Completion, Finish, RequestIds
+from .client import EngineClient
+from .factory import new_client
 from .faults import Detail, fault, rule_of
+from .http_base import ClientOptions, new_transport
 from .replay import ReplayShape
 from .request import new_rid
-from .sglang import SglangClient, new_transport
+from .versions import VersionMap
 from .wire_log import WireLog
 
 OUTCOMES: tuple[str, ...] = (*(f.value for f in Finish), *(d.value for d in Detail))
@@ -79,7 +82,7 @@ class _Member:
 
     __slots__ = ("client", "counters", "failures_in_row", "salt")
 
-    def __init__(self, client: SglangClient) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self.client = client
         self.counters = EngineCounters(client.url)
         self.failures_in_row = 0
@@ -113,19 +116,17 @@ class EnginePool:
         self._uniform = uniform
         self._transport = new_transport()
         self._wire_log = None if wire_dir is None else WireLog(wire_dir)
+        self._versions = VersionMap()
+        options = ClientOptions(
+            max_token_id=max_token_id,
+            connect_timeout_s=self._policy.connect_timeout_s,
+            abort_wait_s=self._policy.abort_wait_s,
+            versions=self._versions,
+            wire_log=self._wire_log,
+            replay=replay,
+        )
         self._members = [
-            _Member(
-                SglangClient(
-                    url,
-                    self._transport,
-                    max_token_id=max_token_id,
-                    connect_timeout_s=self._policy.connect_timeout_s,
-                    abort_wait_s=self._policy.abort_wait_s,
-                    wire_log=self._wire_log,
-                    replay=replay,
-                )
-            )
-            for url in urls
+            _Member(new_client("sglang", url, self._transport, options)) for url in urls
         ]
         self.counters = PoolCounters([member.counters for member in self._members])
         self._returned = asyncio.Event()
@@ -323,10 +324,10 @@ class EnginePool:
 
     async def _probe(self, member: _Member) -> bool:
         try:
-            version = await member.client.weight_version(0)
+            look = await member.client.look()
         except EngineFault:
             return False
-        counters = member.counters
+        counters, version = member.counters, self._versions.of(look.version, 0)
         counters.version, counters.returns = version, counters.returns + (not counters.up)
         counters.up, member.failures_in_row = True, 0
         self._returned.set()

@@ -54,8 +54,12 @@ def new_rid() -> str:
 class RequestWriter:
     """Writes heads of requests; what a group's calls have in common is encoded once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lora_path: str = "") -> None:
+        """`lora_path` is the adapter of every request; empty asks in the bytes without one."""
         self._prefixes: dict[tuple[Any, ...], bytes] = {}
+        self._adapter = b""
+        if lora_path:
+            self._adapter = b',"lora_path":' + _ENCODER.encode(lora_path)
 
     def head(
         self,
@@ -82,7 +86,11 @@ class RequestWriter:
             sampling.seed,
             _FLAGS if replay is None else _replay_flags(replay),
             rid.encode(),
-        ) + b'"routing_key":%b%b,"input_ids":[' % (_ENCODER.encode(routing_key), extra)
+        ) + b'"routing_key":%b%b%b,"input_ids":[' % (
+            _ENCODER.encode(routing_key),
+            extra,
+            self._adapter,
+        )
 
     def _prefix(self, sampling: Sampling) -> bytes:
         key = (

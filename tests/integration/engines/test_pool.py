@@ -220,7 +220,7 @@ async def test_pool_tries_again_with_a_new_rid_and_takes_tokens_of_the_second_tr
 async def test_body_without_end_is_given_up_at_its_bound_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.engines.sglang.MAX_REPLY_BYTES", 10_000)
+    monkeypatch.setattr("worker.engines.http_base.MAX_REPLY_BYTES", 10_000)
     endless = a_reply(text="x" * 20_000)
     async with scripted(endless, a_reply([59, 79075])) as engine, a_pool(engine.url) as pool:
         completion = await ask(pool)

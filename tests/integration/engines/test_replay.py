@@ -21,7 +21,7 @@ from tests.contract.test_cases_a import FirstCalls, f
 from tests.generate_stage import given
 from tests.scripted_engine import ScriptedEngine, Step, a_reply, scripted
 from tests.toy import A1, A2, HI, O1, P0, toy_renderer
-from worker.engines import sglang
+from worker.engines import http_base
 from worker.engines.pool import EnginePool, RetryPolicy
 from worker.engines.replay import ReplayShape, RowShape
 from worker.engines.sim.http import Exchange
@@ -182,7 +182,7 @@ async def test_rows_may_be_larger_than_any_reply_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """48 layers of 8 experts are 2 kB a token as base64: 32k tokens fill what other replies may."""
-    monkeypatch.setattr(sglang, "MAX_REPLY_BYTES", 700)
+    monkeypatch.setattr(http_base, "MAX_REPLY_BYTES", 700)
     async with staged(says(A1), says(A2)) as (stage, _):
         check_rows((await multi_turn(stage)).samples)  # type: ignore[arg-type]
     long = a_reply(A2, text=" " * 700)

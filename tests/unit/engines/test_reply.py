@@ -14,7 +14,8 @@ from rollstream.errors import EngineFault
 from rollstream.sample import UNKNOWN_VERSION, PrefixCacheInfo, SpecInfo
 from tests.scripted_engine import a_reply
 from worker.engines.faults import RULES, Detail
-from worker.engines.reply import read_reply, read_version
+from worker.engines.reply import read_reply
+from worker.engines.versions import VersionMap
 from worker.types import Completion, Finish
 
 MAX_ID = 151668
@@ -189,7 +190,7 @@ def test_reply_without_output_ids_takes_them_from_the_log_probs() -> None:
 def test_version_label_counts_as_a_number_or_is_unknown(
     label: Any, dispatched: int, version: int
 ) -> None:
-    assert read_version(label, dispatched) == version
+    assert VersionMap().of(label, dispatched) == version
     assert read(a_reply(weight_version=label), version=dispatched).versions == [(version, 0, 5)]
 
 
