@@ -15,13 +15,13 @@ from typing import Any
 
 from rollstream.errors import ConfigError, WireError
 from rollstream.group import INDEX_STRIDE, PromptGroup
+from rollstream.parameters import is_whole, leaving, off_problem, problem_of
 from rollstream.wire import encode_prompt
 
 from .sources import BadRow, Row
 
 COLUMNS = ("prompt", "label", "metadata", "tools", "n", "sampling", "env")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_Check = Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Reader:
         value = self.column("n")
         if value is None:
             return default
-        if not _is_int(value) or not 1 <= value <= INDEX_STRIDE:
+        if not is_whole(value) or not 1 <= value <= INDEX_STRIDE:
             raise self.bad("n", f"{value!r}: expected a whole number from 1 to {INDEX_STRIDE}")
         return int(value)
 
@@ -170,20 +170,10 @@ class _Reader:
     def sampling(self) -> dict[str, Any]:
         value = self.an_object("sampling")
         for name, given in value.items():
-            rule = SAMPLING.get(name)
-            if rule is None:
-                near = difflib.get_close_matches(name, SAMPLING, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SAMPLING)}"
-                raise self.bad("sampling", f"unknown parameter {name!r}; {hint}")
-            if not rule.check(given):
-                raise self.bad("sampling", f"{name} = {given!r}: expected {rule.expected}")
-            allowed = self._rules.allow_off_distribution or rule.plain in (given, ANY)
-            if not allowed:
-                raise self.bad(
-                    "sampling",
-                    f"{name} = {given!r} leaves the sampled distribution; training groups may "
-                    "vary temperature only (sampling.allow_off_distribution permits it)",
-                )
+            if problem := problem_of(name, given):
+                raise self.bad("sampling", problem)
+        for name in () if self._rules.allow_off_distribution else leaving(value):
+            raise self.bad("sampling", off_problem(name, value[name]))
         return value
 
 
@@ -219,42 +209,3 @@ def _text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_list_of(kind: type) -> _Check:
-    return lambda value: isinstance(value, list) and all(type(item) is kind for item in value)
-
-
-ANY = object()
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    check: _Check
-    expected: str
-    plain: Any = ANY
-    """The one value that leaves the distribution as it is; ANY where each does."""
-
-
-SAMPLING: dict[str, _Parameter] = {
-    "temperature": _Parameter(lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
-    "max_new_tokens": _Parameter(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1"),
-    "stop": _Parameter(_is_list_of(str), "a list of texts"),
-    "stop_token_ids": _Parameter(_is_list_of(int), "a list of whole numbers"),
-    "top_p": _Parameter(lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]", 1.0),
-    "top_k": _Parameter(lambda v: _is_int(v) and (v == -1 or v >= 1), "-1 or at least 1", -1),
-    "min_p": _Parameter(lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1", 0.0),
-    "frequency_penalty": _Parameter(_is_number, "a number", 0.0),
-    "presence_penalty": _Parameter(_is_number, "a number", 0.0),
-    "repetition_penalty": _Parameter(lambda v: _is_number(v) and v > 0, "a number above 0", 1.0),
-    "min_new_tokens": _Parameter(lambda v: _is_int(v) and v >= 0, "a whole number, 0 or more", 0),
-}
-"""What a row may ask of the engine; the worker applies it over the run's own parameters."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollstream.errors import ConfigError, EnvFault, RolloutFault, WireError
 from rollstream.group import PromptGroup, sample_index
+from rollstream.parameters import off_problem
 from rollstream.queue.answers import LeasedGroup
 from rollstream.sample import Message, Prompt, Sample
 from rollstream.wire import decode_prompt
@@ -67,7 +68,7 @@ class GroupBook:
                 raise WireError(f"group id {key!r} is not a number")
             work.group = decode_prompt(leased.prompt, int(key), leased.n)
             work.env = self._env_of(work.group)
-            work.sampling = self._sampling_of(work.group, work.env)
+            work.sampling = self._sampling_of(key, work.group, work.env)
             work.tools = _tools_of(work.group, work.env)
         except (
             WireError,
@@ -88,15 +89,14 @@ class GroupBook:
             )
         return env
 
-    def _sampling_of(self, group: PromptGroup, env: EnvRuntime) -> Sampling:
+    def _sampling_of(self, key: str, group: PromptGroup, env: EnvRuntime) -> Sampling:
         if not group.sampling:
             return env.sampling
         sampling = env.sampling.with_overrides(group.sampling)
-        off = sampling.off_distribution()
-        if off and not self._allow_off_distribution:
+        off = [] if self._allow_off_distribution else sampling.off_distribution()
+        if off and not key.startswith("e:"):  # nobody trains on an evaluation
             raise ConfigError(
-                f"the row sets {', '.join(off)}: log-probs would not be those of the sampled "
-                "distribution; remove it or set sampling.allow_off_distribution"
+                f"the row's sampling.{off_problem(off[0], getattr(sampling, off[0]))}"
             )
         return sampling
 
@@ -185,8 +185,10 @@ def new_sample(work: Work) -> Sample:
     )
     if env is not None:
         sample.generate_function_path = env.generate_path
-        if env.marks:
-            sample.metadata["off_distribution"] = list(env.marks)
+        sampling = work.group.sampling
+        marks = env.marks if sampling is env.sampling else sampling.off_distribution()
+        if marks:
+            sample.metadata["off_distribution"] = list(marks)
     return sample
 
 

@@ -1,18 +1,21 @@
 """Sampling parameters of a call, and the seed that makes it repeatable.
 
-Owns `Sampling`, `call_seed`, `request_kwargs` and the list of parameters that leave the
-distribution. Never talks to an engine: each engine names these in its own words. Invariant:
-`Sampling` is the *effective* set, so what `Call.sampling` records is what the engine was asked for.
+Owns `Sampling`, `call_seed` and `request_kwargs`. Never talks to an engine (each one names these in
+its own words), and never decides what leaves the distribution (`rollstream.parameters` does).
+Invariant: `Sampling` is the *effective* set, so what `Call.sampling` records is what the engine was
+asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rollstream.errors import ConfigError
+from rollstream.parameters import PARAMETERS, problem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +35,47 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    json_schema: str = ""
+    """The text of a JSON schema that the reply has to be of; like `regex` and `ebnf` a grammar."""
+    regex: str = ""
+    ebnf: str = ""
 
-    def with_overrides(self, overrides: dict[str, Any]) -> Sampling:
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Sampling:
         """Return these parameters with a prompt's or an environment's own.
 
+        `stop_token_ids` come on top of those there are: without the ids that end a turn of the chat
+        format a reply would run on into a turn of its own making.
+
         Raises:
-            ConfigError: an unknown name.
+            ConfigError: an unknown name, or a value that it cannot have.
         """
-        unknown = sorted(set(overrides) - _NAMES)
-        if unknown:
-            raise ConfigError(f"unknown sampling parameter {unknown[0]!r}; known: {sorted(_NAMES)}")
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items()
-        }
+        values: dict[str, Any] = {}
+        for name, value in overrides.items():
+            if problem := problem_of(name, value):
+                raise ConfigError(problem)
+            if name in PARAMETERS:
+                values[name] = _READ[name](value) if name in _READ else value
+        if "stop_token_ids" in values:
+            held = self.stop_token_ids
+            own = (i for i in dict.fromkeys(values["stop_token_ids"]) if i not in held)
+            values["stop_token_ids"] = (*held, *own)
         return replace(self, **values)
 
     def off_distribution(self) -> list[str]:
         """Return the parameters under which log-probs are not those of the sampled distribution."""
-        return [name for name, plain in _ON_DISTRIBUTION.items() if getattr(self, name) != plain]
+        return [name for name, rule in PARAMETERS.items() if rule.leaves(getattr(self, name))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `Call.sampling` records: plain values, lists for tuples."""
-        plain = {name: getattr(self, name) for name in _ORDER}
+        plain = {name: getattr(self, name) for name in _ALWAYS}
         plain["stop"], plain["stop_token_ids"] = list(self.stop), list(self.stop_token_ids)
+        if self.logit_bias:
+            plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
+        for name in _GRAMMARS:
+            if text := getattr(self, name):
+                plain[name] = text
         return plain
 
 
@@ -81,17 +102,24 @@ def request_kwargs(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in words.items() if name in _CHAT_PARAMETERS}
 
 
-_ORDER = tuple(f.name for f in fields(Sampling))
-_NAMES = frozenset(_ORDER)
-_ON_DISTRIBUTION: dict[str, Any] = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
+def _read_biases(given: Mapping[Any, Any]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((int(token), float(bias)) for token, bias in given.items() if bias))
+
+
+def _read_schema(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given, separators=(",", ":"))
+
+
+_READ: dict[str, Any] = {
+    "temperature": float,
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": _read_biases,
+    "json_schema": _read_schema,
 }
+"""How a value of a configuration or a row becomes that of `Sampling`."""
+_GRAMMARS = ("json_schema", "regex", "ebnf")
+_ALWAYS = tuple(f.name for f in fields(Sampling) if f.name not in ("logit_bias", *_GRAMMARS))
 
 
 def call_seed(run_seed: int, group_index: int | str, member: int, turn: int) -> int:

@@ -14,6 +14,7 @@ import structlog
 
 from rollstream.errors import ConfigError
 from rollstream.group import EnvRule
+from rollstream.parameters import off_problem
 from rollstream.settings import EnvTable, Settings
 
 from .aggregate.judge import EnvJudge
@@ -70,11 +71,7 @@ def _env_runtime(
     sampling = base_sampling(settings, renderer.stop_token_ids).with_overrides(table.sampling)
     off = tuple(sampling.off_distribution())
     if off and not settings.sampling.allow_off_distribution:
-        raise ConfigError(
-            f"sampling.{off[0]} = {getattr(sampling, off[0])}: the engine's log-probs would not be "
-            "those of the sampled distribution, and training on them is wrong; remove it, or set "
-            "sampling.allow_off_distribution to train all the same"
-        )
+        raise ConfigError(f"sampling.{off_problem(off[0], getattr(sampling, off[0]))}")
     worker = settings.worker
     return EnvRuntime(
         name=name,

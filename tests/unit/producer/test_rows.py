@@ -121,7 +121,7 @@ def test_texts_of_a_prompt_are_what_its_messages_say() -> None:
         ({"prompt": "hi", "tools": {"name": "add"}}, "tools: expected a list"),
         ({"prompt": "hi", "tools": [{"name": "add"}]}, "tools: tool 0: expected"),
         ({"prompt": "hi", "sampling": {"temprature": 1}}, "did you mean temperature?"),
-        ({"prompt": "hi", "sampling": {"seed": 1}}, "unknown parameter 'seed'"),
+        ({"prompt": "hi", "sampling": {"seed": 1}}, "unknown sampling parameter 'seed'"),
         ({"prompt": "hi", "sampling": {"temperature": "hot"}}, "temperature = 'hot': expected"),
         ({"prompt": "hi", "sampling": {"temperature": -1}}, "expected a number of at least 0"),
         ({"prompt": "hi", "sampling": {"max_new_tokens": 0}}, "expected a whole number"),

@@ -407,7 +407,7 @@ async def test_a_prompt_that_cannot_be_rendered_fails_every_member_alone() -> No
     [
         ({"env": "other"}, "'other' is not configured here; known: ['default']"),
         ({"sampling": {"temprature": 1.0}}, "unknown sampling parameter 'temprature'"),
-        ({"sampling": {"top_p": 0.5}}, "the row sets top_p"),
+        ({"sampling": {"top_p": 0.5}}, "the row's sampling.top_p = 0.5 leaves"),
         ({"tools": [{"function": {"name": "rm"}}]}, "the row names the tool 'rm'"),
     ],
 )
