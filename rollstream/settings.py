@@ -146,8 +146,11 @@ class EngineTable(Table):
             return value
         urls = [url.strip().rstrip("/") if isinstance(url, str) else url for url in value]
         for url in urls:
-            if isinstance(url, str) and url and not url.startswith(("http://", "https://")):
-                raise ValueError("URLs that start with http:// or https://")
+            plain = url.removeprefix("dns+").removeprefix("router+") if isinstance(url, str) else ""
+            if plain and not plain.startswith(("http://", "https://")):
+                raise ValueError(
+                    "URLs that start with http:// or https://, or with dns+ or router+ before that"
+                )
         return tuple(url for url in urls if url)
 
 

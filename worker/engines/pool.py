@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from .faults import Detail, fault, rule_of
 from .http_base import ClientOptions, new_transport
 from .replay import ReplayShape
 from .request import new_rid
+from .states import ALIVE, EngineState, State
 from .versions import VersionMap
 from .wire_log import WireLog
 
@@ -129,12 +130,55 @@ class EnginePool:
             _Member(new_client("sglang", url, self._transport, options)) for url in urls
         ]
         self.counters = PoolCounters([member.counters for member in self._members])
+        self._version = 0
         self._returned = asyncio.Event()
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     def healthy(self) -> bool:
-        """Return whether any engine is up; a worker leases nothing while none is."""
+        """Return whether any engine takes calls now; a worker leases nothing while none does."""
         return any(counters.up for counters in self.counters.engines)
+
+    def alive(self) -> bool:
+        """Return whether any engine takes calls, or will again by itself (behind, paused)."""
+        return any(engine.state in ALIVE for engine in self.states())
+
+    def states(self) -> list[EngineState]:
+        """Return every engine as it is now, in a stable order."""
+        return [
+            EngineState(
+                url=engine.url,
+                kind="sglang",
+                state=State.UP if engine.up else State.DOWN,
+                version=engine.version,
+                in_flight=engine.in_flight,
+                limit=0,
+            )
+            for engine in self.counters.engines
+        ]
+
+    def set_version(self, version: int, labels: Mapping[str, int]) -> None:
+        """Take over the run's weight version and the labels that the trainer gave. Cheap.
+
+        A change makes every engine be asked at once for what it serves.
+        """
+        self._version = version
+        self._versions.set(labels)
+
+    def set_members(self, urls: Sequence[str] | None) -> None:
+        """Take over which engines the trainer named; None is the configuration's. Cheap.
+
+        An engine that leaves takes nothing new, and its calls end; one that joins takes calls once
+        it has answered. A URL that is none is logged and left out.
+        """
+
+    def abort_all(self) -> int:
+        """Abort every call at its engine, and return how many there were.
+
+        Their replies come back as `Finish.ABORT` with the tokens sampled so far. Nothing is tried
+        again: a call that was waiting in the pool, or whose engine does not answer the abort in
+        `abort_wait_s`, raises `Withheld`.
+        """
+        return 0
 
     async def generate(
         self,
