@@ -12,9 +12,11 @@
     │   ├── RunFailed          the run was ended as failed; carries its reason
     │   ├── RunLost            Redis has no such run any more
     │   ├── ConsumerTaken      a newer trainer took the run over
-    │   └── CapacityTooSmall   the batch can never fill; carries the three numbers
+    │   ├── CapacityTooSmall   the batch can never fill; carries the three numbers
+    │   └── PauseNotConfirmed  a worker did not obey a pause in time; the run goes on as before
     └── RolloutFault           data, not a crash: recorded on the sample, `retryable` or not
         ├── EngineFault · ToolFault · EnvFault · AgentFault · RewardFault · MergeFault
+        └── Withheld           nothing broke: no call is made now, the sample is given back
 
 Owns the closed enums of reasons (they are metric labels too). Never logs or retries.
 Invariant: the status of a sample is a function of its stop reason, by `STATUS_OF`.
@@ -97,6 +99,21 @@ class CapacityTooSmall(StreamError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.groups, self.capacity, self.live))
+
+
+class PauseNotConfirmed(StreamError):
+    """A worker that is alive did not confirm a pause in time; the run goes on as it was before.
+
+    Attributes:
+        workers: those that did not.
+    """
+
+    def __init__(self, message: str, workers: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.workers = workers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.args[0], self.workers))
 
 
 class Status(StrEnum):

@@ -16,6 +16,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from rollstream.queue import fetch, reads
+from rollstream.queue.answers import Lease
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.connection import (
     Reach,
@@ -27,7 +28,15 @@ from rollstream.queue.connection import (
 )
 from rollstream.queue.fetch import Trip, Trips
 from rollstream.queue.keys import prefix, probe_of
-from rollstream.queue.reads import Command, Delivery, Read, RunInfo, StoredGroup, StreamEntry
+from rollstream.queue.reads import (
+    Command,
+    Confirmation,
+    Delivery,
+    Read,
+    RunInfo,
+    StoredGroup,
+    StreamEntry,
+)
 from rollstream.queue.route import Route
 from rollstream.queue.scripts import Script, load_scripts
 
@@ -141,6 +150,10 @@ class BlockingQueue:
         """Return how many workers, producers and aggregators were seen within four leases."""
         return self._read(reads.presence(self.prefix))
 
+    def confirmations(self) -> list[Confirmation]:
+        """Return what every present worker confirmed, and when each was seen last."""
+        return self._read(reads.confirmations(self.prefix))
+
     def past(self, count: int = 1000) -> list[dict[str, Any]]:
         """Return the last drops, newest first."""
         drops: list[dict[str, Any]] = []
@@ -234,6 +247,16 @@ class BlockingQueue:
     def newest(self, stream: str, count: int) -> list[StreamEntry]:
         """Return the newest entries of `full` or `ready`, without taking any."""
         return self._read(reads.newest(self.prefix, stream, count))
+
+    def read_eval(
+        self, after_id: str = "0", *, count: int = 100, block_s: float
+    ) -> list[StreamEntry]:
+        """Read evaluations that ended, behind `after_id`; each stays until it is acked."""
+        return self._wait(reads.read_eval(self.prefix, after_id, count, block_ms(block_s)))
+
+    def parked(self, lease: Lease) -> bytes | None:
+        """Return what the leased member parked, None where it has nothing parked."""
+        return self._read(reads.parked(self.prefix, lease.group_index, lease.member))
 
     # --- round trips ---------------------------------------------------------------------------
     def _read(self, read: Read[T]) -> T:

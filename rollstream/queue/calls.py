@@ -7,6 +7,7 @@ or many in one round trip. Invariant: what a repeated call answers stands in the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -25,7 +26,7 @@ from rollstream.queue.answers import (
     StateAnswer,
     SweepAnswer,
 )
-from rollstream.queue.keys import EVALUATION_PRIORITY
+from rollstream.queue.keys import EVALUATION_PRIORITY, MAX_ENGINES_BYTES, MAX_LABEL_CHARS
 
 T = TypeVar("T")
 Arg = bytes | str | int | float
@@ -74,7 +75,8 @@ def open_run(schema: int, fingerprint: str, budgets: dict[str, Arg]) -> ScriptCa
     """Create the run, or find it: ["created" | "same", state] or ["mismatch", schema, fingerprint].
 
     On "same" the budgets are set anew (a producer restarted with another capacity means it).
-    Budgets: lease_ms, cap, W, max_attempts, max_crashes, max_requeues, max_stale, max_body.
+    Budgets: lease_ms, cap, W, max_attempts, max_crashes, max_requeues, max_stale, max_body,
+    on_stale (`drop`, `requeue` or `deliver`); beside them weights_mode, for workers and trainer.
     """
     flat = tuple(part for item in budgets.items() for part in item)
     return ScriptCall("open", (schema, fingerprint, *flat), _texts)
@@ -184,23 +186,58 @@ def _parse_landed(answer: Any) -> CompleteAnswer:
 
 
 def fail(
-    lease: Lease, report: Report, reason: MemberReason, error: str, *, delay_s: float = 0.0
+    lease: Lease,
+    report: Report,
+    reason: MemberReason,
+    error: str,
+    *,
+    delay_s: float = 0.0,
+    forget: bool = False,
 ) -> ScriptCall[str]:
-    """Send a member back or end it: `again`, `back`, `failed`, `fenced` (ignored by callers)."""
+    """Send a member back or end it: `again`, `back`, `failed`, `fenced` (ignored by callers).
+
+    Args:
+        lease: of the member.
+        report: `back` charges no budget, `retry` one attempt, `final` ends it.
+        reason: why, where it fails for good.
+        error: the same for people.
+        delay_s: how long it waits before anybody may lease it again.
+        forget: what it parked earlier is deleted, so the next attempt begins at the prompt.
+    """
     text, delay_ms = error[:MAX_ERROR_CHARS], int(delay_s * 1000)
     args = (lease.group_index, lease.member, lease.token, report, reason, text, delay_ms)
-    return ScriptCall("fail", args, _text)
+    return ScriptCall("fail", (*args, "forget") if forget else args, _text)
 
 
-def park(lease: Lease, parked_body: bytes) -> ScriptCall[str]:
+def park(lease: Lease, parked_body: bytes, *, delay_s: float = 0.0) -> ScriptCall[str]:
     """Send a member back with what it has, uncharged: `parked`, `fenced` (ignored by callers).
 
     `too_large`: the member failed, since its result would be larger than the limit too. Whoever
-    leases the member next hears the size (`parked_bytes`), and finds the body under `p<member>`
-    of the group's bodies.
+    leases the member next hears the size (`parked_bytes`), and reads the body by `Queue.parked`.
+
+    Args:
+        lease: of the member.
+        parked_body: what whoever goes on needs; a member has one, the last.
+        delay_s: how long it waits before anybody may lease it again.
     """
-    args = (lease.group_index, lease.member, lease.token, parked_body)
+    args = (lease.group_index, lease.member, lease.token, parked_body, int(delay_s * 1000))
     return ScriptCall("park", args, _text)
+
+
+def confirm(
+    worker: str, control_seq: int, in_flight: int, engines: bytes = b""
+) -> ScriptCall[BeatAnswer]:
+    """Say that this worker obeys every control word up to `control_seq`; a sign of life, too.
+
+    Args:
+        worker: as in `lease` and `beat`.
+        control_seq: of the run as the worker read it, not of the word that it heard.
+        in_flight: its calls to engines that are under way.
+        engines: JSON of what it knows of its engines, for the trainer and for people; left out
+            where it is larger than 16 KB.
+    """
+    kept = engines if len(engines) <= MAX_ENGINES_BYTES else b""
+    return ScriptCall("confirm", (worker, control_seq, in_flight, kept), _parse_beat)
 
 
 def sweep(page: int = 64) -> ScriptCall[SweepAnswer]:
@@ -267,9 +304,16 @@ def connect(consumer: str, number: int) -> ScriptCall[ControlAnswer]:
     return ScriptCall("control", ("connect", consumer, number), _parse_control)
 
 
-def pause(mode: str = "keep") -> ScriptCall[ControlAnswer]:
-    """Lease nothing more until `resume`; deadlines stand still."""
-    return ScriptCall("control", ("pause", mode), _parse_control)
+def pause(mode: str = "keep", deadline_s: float = 0.0) -> ScriptCall[ControlAnswer]:
+    """Lease nothing more until `resume`; deadlines stand still.
+
+    A pause of a paused run replaces its mode and its deadline, which begins anew.
+
+    Args:
+        mode: what becomes of calls under way: `keep` lets them go on, `abort` stops them.
+        deadline_s: on the queue clock; then a sweep resumes the run. 0 is none.
+    """
+    return ScriptCall("control", ("pause", mode, int(deadline_s * 1000)), _parse_control)
 
 
 def resume() -> ScriptCall[ControlAnswer]:
@@ -277,8 +321,11 @@ def resume() -> ScriptCall[ControlAnswer]:
     return ScriptCall("control", ("resume",), _parse_control)
 
 
-def set_budget(name: str, value: int) -> ScriptCall[ControlAnswer]:
-    """Change one budget of `open_run`; the answer's state is `unknown` for any other name."""
+def set_budget(name: str, value: int | str) -> ScriptCall[ControlAnswer]:
+    """Change one budget of `open_run`; the answer's state is `unknown` for any other name.
+
+    So it is for an `on_stale` that is none of its three words.
+    """
     return ScriptCall("control", ("set", name, value), _parse_control)
 
 
@@ -295,8 +342,37 @@ def present(
 
 
 def set_version(version: int, label: str | None = None) -> ScriptCall[ControlAnswer]:
-    """Raise the run's weight version (never lowers it); `label` is the engines' own name of it."""
-    return ScriptCall("control", ("version", version, label or ""), _parse_control)
+    """Raise the run's weight version (never lowers it); `label` is the engines' own name of it.
+
+    Raises:
+        ValueError: the label is longer than 200 characters.
+    """
+    return ScriptCall("control", ("version", version, _label(label or "")), _parse_control)
+
+
+def set_label(version: int, label: str) -> ScriptCall[ControlAnswer]:
+    """Say what the engines call a version that is still to come; the newest 64 labels are kept.
+
+    Raises:
+        ValueError: the label is empty, or longer than 200 characters.
+    """
+    if not label:
+        raise ValueError(f"the label of weight version {version} is empty: give none, or a name")
+    return ScriptCall("control", ("label", version, _label(label)), _parse_control)
+
+
+def set_engines(urls: Sequence[str] | None) -> ScriptCall[ControlAnswer]:
+    """Name the engines of the run for every worker; None is each worker's own configuration."""
+    text = "" if urls is None else json.dumps(list(urls))
+    return ScriptCall("control", ("engines", text), _parse_control)
+
+
+def _label(label: str) -> str:
+    if len(label) > MAX_LABEL_CHARS:
+        raise ValueError(
+            f"label {label[:40]!r}… has {len(label)} characters, allowed are {MAX_LABEL_CHARS}"
+        )
+    return label
 
 
 def _parse_control(answer: Any) -> ControlAnswer:

@@ -20,6 +20,10 @@ MAX_LEASE = 256
 SWEEP_PAGE = 64
 MIN_WINDOW = 65536
 """How far ids may lie above the frontier: at least this, or eight times the capacity."""
+MAX_ENGINES_BYTES = 16 << 10
+"""Of what a worker says of its engines with a confirmation."""
+MAX_LABEL_CHARS = 200
+"""Of an engine's own name of its weights."""
 EVALUATION_PRIORITY = -1
 """Of `e:…` groups, below that of every training group (0 and up): the lower runs first."""
 

@@ -15,6 +15,7 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from rollstream.queue import fetch, reads
+from rollstream.queue.answers import Lease
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.connection import (
     Reach,
@@ -26,7 +27,15 @@ from rollstream.queue.connection import (
 )
 from rollstream.queue.fetch import Trip, Trips
 from rollstream.queue.keys import prefix, probe_of
-from rollstream.queue.reads import Command, Delivery, Read, RunInfo, StoredGroup, StreamEntry
+from rollstream.queue.reads import (
+    Command,
+    Confirmation,
+    Delivery,
+    Read,
+    RunInfo,
+    StoredGroup,
+    StreamEntry,
+)
 from rollstream.queue.scripts import Script, load_scripts
 
 T = TypeVar("T")
@@ -119,6 +128,10 @@ class Queue:
     async def presence(self) -> dict[str, int]:
         """Return how many workers, producers and aggregators were seen within four leases."""
         return await self._read(reads.presence(self.prefix))
+
+    async def confirmations(self) -> list[Confirmation]:
+        """Return what every present worker confirmed, and when each was seen last."""
+        return await self._read(reads.confirmations(self.prefix))
 
     async def past(self, count: int = 1000) -> list[dict[str, Any]]:
         """Return the last drops, newest first."""
@@ -213,6 +226,16 @@ class Queue:
     async def pending_ready(self, after_id: str = "0", *, count: int = 100) -> list[StreamEntry]:
         """Page through what the trainer has not acked, read or not, behind `after_id`."""
         return await self._read(reads.pending_ready(self.prefix, after_id, count))
+
+    async def read_eval(
+        self, after_id: str = "0", *, count: int = 100, block_s: float
+    ) -> list[StreamEntry]:
+        """Read evaluations that ended, behind `after_id`; each stays until it is acked."""
+        return await self._wait(reads.read_eval(self.prefix, after_id, count, block_ms(block_s)))
+
+    async def parked(self, lease: Lease) -> bytes | None:
+        """Return what the leased member parked, None where it has nothing parked."""
+        return await self._read(reads.parked(self.prefix, lease.group_index, lease.member))
 
     # --- round trips ---------------------------------------------------------------------------
     async def _read(self, read: Read[T]) -> T:

@@ -8,6 +8,7 @@ Invariant: a read changes nothing but the pending lists of the two streams.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -77,6 +78,44 @@ class RunInfo:
     """The engines' own name of the current weights, where the trainer gave one."""
     envs: Mapping[str, EnvRule] = field(default_factory=dict)
     """What of each environment decides usability, as the producer opened the run."""
+    labels: Mapping[str, int] = field(default_factory=dict)
+    """What the engines call which version: the newest 64 that the trainer named."""
+    pause_mode: str = ""
+    """`keep` or `abort`; empty while the run is not paused."""
+    paused_s: float = 0.0
+    """How long the pause under way lasted at the latest sweep."""
+    engines: tuple[str, ...] | None = None
+    """The run's engines for every worker; None: each worker's own configuration."""
+    on_stale: str = "drop"
+    """What becomes of a group that is too old: `drop`, `requeue` or `deliver`."""
+    max_requeues: int = 1
+    """How often one group may begin anew."""
+    weights_mode: str = "async"
+    """`async`, `on_policy` or `colocated`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """A worker that is present, and what it confirmed last."""
+
+    worker: str
+    age_s: float
+    """Queue clock since it was seen last; a lease or more: it does not live, or cannot say so."""
+    control_seq: int = -1
+    """It obeys every control word up to this one; -1 where it confirmed nothing."""
+    in_flight: int = 0
+    """Its calls to engines that were under way then."""
+    engines: bytes = b""
+    """JSON of what it knows of its engines, as it sent it."""
+
+    def engine_states(self) -> list[dict[str, Any]]:
+        """Return `engines` read; empty where it is none of ours."""
+        try:
+            found = json.loads(self.engines)
+        except ValueError:
+            return []
+        states = found if isinstance(found, list) else []
+        return [state for state in states if isinstance(state, dict)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +209,11 @@ def info(prefix: str, run: str) -> Read[RunInfo | None]:
     Its parse raises RunMismatch where another version wrote it: nothing else of it means to us
     what it says.
     """
-    return Read((("HGETALL", f"{prefix}m"),), lambda replies: _parse_info(run, replies[0]))
+    commands = (("HGETALL", f"{prefix}m"), ("HGETALL", f"{prefix}lb"))
+    return Read(commands, lambda replies: _parse_info(run, *replies))
 
 
-def _parse_info(run: str, reply: Any) -> RunInfo | None:
+def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
     raw = {_text(name): value for name, value in _pairs(reply)}
     if "state" not in raw:
         return None
@@ -186,6 +226,7 @@ def _parse_info(run: str, reply: Any) -> RunInfo | None:
         )
     envs = decode_envs(raw.pop("envs", None))
     m = {name: _text(value) for name, value in raw.items()}
+    paused = m["state"] == "paused"
     return RunInfo(
         run=run,
         schema=int(m["schema"]),
@@ -212,6 +253,13 @@ def _parse_info(run: str, reply: Any) -> RunInfo | None:
         total=int(m.get("total", 0)),
         version_label=m.get("label", ""),
         envs=envs,
+        labels={_text(label): int(version) for label, version in _pairs(labels)},
+        pause_mode=m.get("pause_mode", "") if paused else "",
+        paused_s=max(0, int(m["clock"]) - int(m["paused_at"])) / 1000 if paused else 0.0,
+        engines=tuple(json.loads(m["engines"])) if "engines" in m else None,
+        on_stale=m.get("on_stale", "drop"),
+        max_requeues=int(m.get("max_requeues", 1)),
+        weights_mode=m.get("weights_mode", "async"),
     )
 
 
@@ -250,6 +298,44 @@ def presence(prefix: str) -> Read[dict[str, int]]:
     sets = {"workers": "w", "producers": "wp", "aggregators": "wa"}
     commands = tuple(("ZCARD", prefix + key) for key in sets.values())
     return Read(commands, lambda replies: dict(zip(sets, map(int, replies), strict=True)))
+
+
+def confirmations(prefix: str) -> Read[list[Confirmation]]:
+    """Read what every worker confirmed that was seen within four leases."""
+    commands = (
+        ("ZRANGE", f"{prefix}w", 0, -1, "WITHSCORES"),
+        ("HGETALL", f"{prefix}wc"),
+        ("HMGET", f"{prefix}m", "clock", "clock_tick", "lease_ms"),
+        ("TIME",),
+    )
+    return Read(commands, _parse_confirmations)
+
+
+def _parse_confirmations(replies: list[Any]) -> list[Confirmation]:
+    seen, said, run, time = replies
+    if run[0] is None:
+        return []
+    clock, tick, lease_ms = (float(value) for value in run)
+    # As the scripts read the clock: sweeps move it, by half a lease at most.
+    now_ms = int(time[0]) * 1000 + int(time[1]) // 1000
+    clock += max(0.0, min(now_ms - tick, lease_ms // 2))
+    records = dict(_pairs(said))
+    return [
+        Confirmation(
+            worker.decode(errors="replace"),
+            max(0.0, clock - float(score)) / 1000,
+            *_parse_confirmed(records.get(worker, b"")),
+        )
+        for worker, score in _pairs(seen)
+    ]
+
+
+def _parse_confirmed(record: bytes) -> tuple[int, int, bytes]:
+    seq, _, rest = record.partition(b" ")
+    in_flight, _, engines = rest.partition(b" ")
+    if not (seq.isdigit() and in_flight.isdigit()):
+        return -1, 0, b""
+    return int(seq), int(in_flight), engines
 
 
 def past_page(prefix: str, before: str, count: int) -> Read[tuple[str, list[dict[str, Any]]]]:
@@ -316,6 +402,28 @@ def pending_ready(prefix: str, after_id: str, count: int) -> Read[list[StreamEnt
         return [ours or StreamEntry(_text(entry[0]), "", 0) for entry, ours in found]
 
     return Read((command,), parse)
+
+
+def read_eval(prefix: str, after_id: str, count: int, block_ms: int) -> Read[list[StreamEntry]]:
+    """Read evaluations that ended, behind `after_id`, waiting for the first.
+
+    An entry stays until its group is acked, so whoever reads from "0" finds all there are. What is
+    none of ours has an empty `group_index`: it has to be passed, too.
+    """
+    block = ("BLOCK", block_ms) if block_ms > 0 else ()
+    command = ("XREAD", "COUNT", count, *block, "STREAMS", f"{prefix}eval", after_id)
+
+    def parse(replies: list[Any]) -> list[StreamEntry]:
+        found = ((entry, _parse_entry(entry)) for entry in _raw_entries(replies[0]))
+        return [ours or StreamEntry(_text(entry[0]), "", 0) for entry, ours in found]
+
+    return Read((command,), parse)
+
+
+def parked(prefix: str, group_index: str, member: int) -> Read[bytes | None]:
+    """Read what a member parked."""
+    command = ("HGET", f"{prefix}b:{group_index}", f"p{member}")
+    return Read((command,), lambda replies: replies[0])
 
 
 def newest(prefix: str, stream: str, count: int) -> Read[list[StreamEntry]]:

@@ -15,8 +15,9 @@ from importlib.resources import files
 from types import MappingProxyType
 
 SCRIPT_NAMES = (
-    "open", "enqueue", "lease", "beat", "complete", "fail", "park", "sweep", "verdict", "deliver",
-    "ack", "retire", "requeue", "withdraw", "control", "end", "state", "rewind", "present", "audit",
+    "open", "enqueue", "lease", "beat", "complete", "fail", "park", "confirm", "sweep", "verdict",
+    "deliver", "ack", "retire", "requeue", "withdraw", "control", "end", "state", "rewind",
+    "present", "audit",
 )  # fmt: skip
 _PRELUDE = "prelude"
 

@@ -83,7 +83,14 @@ def test_a_fault_keeps_whether_it_may_pass_and_its_detail() -> None:
 def test_every_fault_has_a_reason_of_its_own() -> None:
     kinds = RolloutFault.__subclasses__()
     assert len({kind.reason for kind in kinds}) == len(kinds)
-    assert all(STATUS_OF[kind.reason] is Status.FAILED for kind in kinds)
+
+
+def test_what_broke_fails_its_sample_and_what_is_withheld_is_given_back() -> None:
+    broken = [kind for kind in RolloutFault.__subclasses__() if kind is not errors.Withheld]
+    assert all(STATUS_OF[kind.reason] is Status.FAILED for kind in broken)
+    withheld = errors.Withheld()
+    assert STATUS_OF[withheld.reason] is Status.ABORTED
+    assert report_of(withheld.reason, retryable=withheld.retryable) is Report.BACK
 
 
 def test_errors_of_a_users_input_are_value_errors() -> None:

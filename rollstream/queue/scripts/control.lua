@@ -1,13 +1,15 @@
--- control: connect of a trainer, weight version, pause, resume, one budget. All are absolute.
--- argv: connect consumer number | version v label | pause mode | resume | set budget value
--- keys: m HASH, d ZSET, ctl STREAM, bell LIST
+-- control: connect of a trainer, weight version and labels, pause, resume, engines, one budget. All are absolute.
+-- argv: connect consumer number | version v label | label v label | pause mode deadline_ms | resume | engines json | set budget value
+-- keys: m HASH, lb HASH, d ZSET, ctl STREAM, bell LIST, c HASH
 -- group: -
 -- member: -
 -- answer: state version control_seq epoch consumer connects rewind_id | lost | unknown
--- repeat: the same answer, nothing is written
--- uses: clock wake control types
+-- repeat: the same answer, nothing is written but a pause's deadline, which begins anew
+-- uses: clock wake control types pausing
 local BUDGETS = {cap = true, W = true, lease_ms = true, max_attempts = true, max_crashes = true,
-                 max_requeues = true, max_stale = true, max_body = true}
+                 max_requeues = true, max_stale = true, max_body = true, on_stale = true}
+local ON_STALE = {drop = true, requeue = true, deliver = true}
+local MAX_LABELS = 64
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
   'version', 'connects', 'pause_mode')
@@ -23,27 +25,54 @@ function change.connect(consumer, number)
   return true
 end
 
-function change.version(version, label)
-  if tonumber(version) <= tonumber(run.version) then return false end
-  call('HSET', M, 'version', version, 'label', label or '')
+-- A label that comes back means the newer version: versions never go down. The lowest go first.
+function change.label(version, label)
+  local known = tonumber(call('HGET', K .. 'lb', label) or -1)
+  if label == '' or tonumber(version) <= known then return false end
+  call('HSET', K .. 'lb', label, version)
+  while call('HLEN', K .. 'lb') > MAX_LABELS do
+    local labels, oldest, lowest = call('HGETALL', K .. 'lb'), nil, math.huge
+    for j = 1, #labels, 2 do
+      local number = tonumber(labels[j + 1])
+      if number < lowest then oldest, lowest = labels[j], number end
+    end
+    call('HDEL', K .. 'lb', oldest)
+  end
   return true
 end
 
-function change.pause(mode)
-  if run.state == 'paused' and run.pause_mode ~= mode then
-    call('HSET', M, 'pause_mode', mode)
-    return true
+function change.version(version, label)
+  if tonumber(version) <= tonumber(run.version) then return false end
+  call('HSET', M, 'version', version, 'label', label or '')
+  change.label(version, label or '')
+  return true
+end
+
+-- The deadline is not announced: it is the sweeps' business.
+function change.pause(mode, deadline_ms)
+  if run.state ~= 'running' and run.state ~= 'paused' then return false end
+  local deadline = tonumber(deadline_ms or 0)
+  local pause_until = deadline > 0 and int(clock + deadline) or '0'
+  if run.state == 'paused' then
+    call('HSET', M, 'pause_until', pause_until, 'pause_mode', mode)
+    return run.pause_mode ~= mode
   end
-  if run.state ~= 'running' then return false end
-  call('HSET', M, 'state', 'paused', 'paused_at', int(clock), 'pause_mode', mode)
+  call('HSET', M, 'state', 'paused', 'paused_at', int(clock), 'pause_mode', mode,
+    'pause_until', pause_until)
+  call('HINCRBY', K .. 'c', 'pauses', 1)
   return true
 end
 
 function change.resume()
   if run.state ~= 'paused' then return false end
-  local paused = tonumber(run.paused_total) + clock - tonumber(run.paused_at)
-  call('HSET', M, 'state', 'running', 'paused_total', int(paused))
-  ring('bell')
+  end_pause(run, clock)
+  return true
+end
+
+-- Empty: every worker's own configuration.
+function change.engines(urls)
+  if (call('HGET', M, 'engines') or '') == urls then return false end
+  if urls == '' then call('HDEL', M, 'engines') else call('HSET', M, 'engines', urls) end
   return true
 end
 
@@ -53,9 +82,10 @@ function change.set(budget, value)
   return true
 end
 
-check_types('ctl bell')
-local op = ARGV[1]
-if not change[op] or (op == 'set' and not BUDGETS[ARGV[2]]) then return {'unknown'} end
-if change[op](ARGV[2], ARGV[3]) then announce(op, ARGV[2]) end
+check_types('ctl bell c lb')
+local op, first, second = unpack(ARGV)
+if not change[op] or (op == 'set' and not BUDGETS[first]) then return {'unknown'} end
+if op == 'set' and first == 'on_stale' and not ON_STALE[second] then return {'unknown'} end
+if change[op](first, second) then announce(op, first) end
 return call('HMGET', M, 'state', 'version', 'control_seq', 'epoch', 'consumer', 'connects',
   'rewind_id')

@@ -1,6 +1,6 @@
 -- present: a process says that it lives, and hears the run's control words.
 -- argv: role(worker|producer|aggregator) name here|leaving [about]
--- keys: m HASH, d ZSET, w ZSET, wp ZSET, wa ZSET, wh HASH
+-- keys: m HASH, d ZSET, w ZSET, wp ZSET, wa ZSET, wh HASH, wc HASH
 -- group: -
 -- member: -
 -- answer: state version control_seq epoch consumer connects rewind_id | lost | unknown
@@ -15,6 +15,7 @@ if not SETS[role] then return {'unknown'} end
 if status == 'leaving' then
   call('ZREM', K .. SETS[role], name)
   call('HDEL', K .. 'wh', name)
+  if role == 'worker' then call('HDEL', K .. 'wc', name) end
 else
   call('ZADD', K .. SETS[role], int(clock_of(run)), name)
   if about then call('HSET', K .. 'wh', name, about) end

@@ -1,11 +1,11 @@
 -- sweep: moves the queue clock and does one page of everything that came due.
 -- argv: page
--- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, bell LIST, room LIST, ctl STREAM, vanished HASH
+-- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, wc HASH, bell LIST, room LIST, ctl STREAM, vanished HASH
 -- group: dropped last_member_ended
 -- member: came_due sent_back failed_finally group_ended
 -- answer: more expired promoted deadlines evicted aborted grace vanished | -1 (no such run)
 -- repeat: the next page
--- uses: clock member waiting taking control streams
+-- uses: clock member waiting taking control streams pausing
 -- lazily: ending looking rewinding
 local STALE_PAGE, ABORT_PAGE = 16, 16
 local MAX_ENDED = 512      -- members of groups that one page drops
@@ -13,7 +13,8 @@ local FORGET_LEASES = 4    -- a process unseen for so many leases is no longer p
 local page = tonumber(ARGV[1])
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
-  'version', 'max_stale', 'max_crashes', 'grace_until', 'rewinding', 'cursor', 'cursor_clock')
+  'version', 'max_stale', 'max_crashes', 'grace_until', 'rewinding', 'cursor', 'cursor_clock',
+  'pause_until')
 if not run.state then return {-1} end
 local clock, run_clock, jumped, now = clock_of(run)
 local lease_ms = tonumber(run.lease_ms)
@@ -144,6 +145,7 @@ local function forget_absent()
       if set == 'w' then
         call('HDEL', K .. 'wl', name)
         call('HDEL', K .. 'ws', name)
+        call('HDEL', K .. 'wc', name)
       end
     end
   end
@@ -157,6 +159,17 @@ local function shorten_leases()
   full_page(#long, page)
 end
 
+-- Whoever paused the run said how long at most, and is late: the run goes on without it.
+local function end_overdue_pause()
+  local pause_until = tonumber(run.pause_until or 0)
+  if run.state ~= 'paused' or pause_until == 0 or clock < pause_until then return end
+  check_types('ctl bell c')
+  end_pause(run, clock)
+  call('HINCRBY', K .. 'c', 'pauses_expired', 1)
+  announce('resume')
+end
+
+end_overdue_pause()
 shorten_leases()
 local in_grace = clock < grace_until
 local expired = in_grace and 0 or expire_leases()

@@ -93,6 +93,7 @@ MORE: dict[str, tuple[Prepare, object, object]] = {
     "lease, late": (_late_lease, [b"running", b"0", b"0"], None),
     "lease, lost": (_no_run(calls.lease("w", 1, 1)), [b"lost"], None),
     "beat, lost": (_no_run(calls.beat("w", ["x"])), [b"lost"], None),
+    "confirm, lost": (_no_run(calls.confirm("w", 1, 0)), [b"lost"], None),
     "complete, fenced": (_after(lambda b: b.enqueue(0), calls.complete(
         [Completion(ZOMBIE, b"h", b"b")])), [b"fenced"], None),
     "fail, fenced": (_after(lambda b: b.enqueue(0), calls.fail(*FINAL)), b"fenced", None),
@@ -117,6 +118,8 @@ MORE: dict[str, tuple[Prepare, object, object]] = {
     "withdraw, skip no run": (_no_run(SKIP), b"lost", None),
     "control, lost": (_no_run(calls.pause()), [b"lost"], None),
     "control, unknown": (lambda _: calls.set_budget("state", 1), [b"unknown"], None),
+    "control, unknown on_stale": (
+        lambda _: calls.set_budget("on_stale", "keep"), [b"unknown"], None),
     "control, older connect": (_after(lambda b: b.connect("b", 2), calls.connect("a", 1)),
                                [b"running", b"0", b"2", b"1", b"b", b"2", b""], None),
     "end, epoch": (lambda _: calls.end_of_data(7), b"epoch", None),

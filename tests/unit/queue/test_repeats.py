@@ -73,20 +73,31 @@ def _complete_large(bench: Bench) -> ScriptCall[Any]:
     return calls.complete([Completion(lease, b"h", b"bbb") for lease in bench.lease()])
 
 
-def _fail(report: Report, delay_s: float = 0.0) -> Prepare:
+def _fail(report: Report, delay_s: float = 0.0, *, forget: bool = False) -> Prepare:
     def prepare(bench: Bench) -> ScriptCall[Any]:
         bench.enqueue(0)
+        if forget:
+            assert {bench.call(calls.park(lease, b"half")) for lease in bench.lease()} == {"parked"}
         reason = MemberReason.ENGINE_ERROR
-        return calls.fail(bench.lease()[0], report, reason, "no", delay_s=delay_s)
+        lease = bench.lease()[0]
+        return calls.fail(lease, report, reason, "no", delay_s=delay_s, forget=forget)
 
     return prepare
 
 
-def _park(body: bytes, max_body: int = 1000) -> Prepare:
+def _park(body: bytes, max_body: int = 1000, delay_s: float = 0.0) -> Prepare:
     def prepare(bench: Bench) -> ScriptCall[Any]:
         bench.enqueue(0)
         bench.call(calls.set_budget("max_body", max_body))
-        return calls.park(bench.lease()[0], body)
+        return calls.park(bench.lease()[0], body, delay_s=delay_s)
+
+    return prepare
+
+
+def _paused(call: ScriptCall[Any]) -> Prepare:
+    def prepare(bench: Bench) -> ScriptCall[Any]:
+        bench.call(calls.pause("keep"))
+        return call
 
     return prepare
 
@@ -211,7 +222,10 @@ CASES: dict[str, Case] = {
     "fail, final": Case(_fail(Report.FINAL), "failed", "fenced"),
     "fail, back": Case(_fail(Report.BACK), "back", "fenced"),
     "park": Case(_park(b"half"), "parked", "fenced"),
+    "fail, forget": Case(_fail(Report.RETRY, forget=True), "again", "fenced"),
+    "park, later": Case(_park(b"half", delay_s=1.0), "parked", "fenced"),
     "park, too large": Case(_park(b"half", 3), "too_large", "fenced"),
+    "confirm": Case(lambda _: calls.confirm("w", 0, 3, b"[]"), _is(state="running", control_seq=0)),
     "requeue, open": Case(_requeue("open"), "requeued", "other"),
     "requeue, full": Case(_requeue("full"), "requeued", "other"),
     "requeue, ready": Case(_requeue("ready"), "requeued", "other"),
@@ -231,6 +245,11 @@ CASES: dict[str, Case] = {
     "control, connect": Case(_connect, _is(consumer="trainer", connects=1)),
     "control, version": Case(lambda _: calls.set_version(3), _is(version=3, control_seq=1)),
     "control, pause": Case(lambda _: calls.pause(), _is(state="paused", control_seq=1)),
+    "control, pause with a deadline": Case(lambda _: calls.pause("abort", 5), _is(state="paused")),
+    "control, pause in another mode": Case(_paused(calls.pause("abort", 5)), _is(control_seq=2)),
+    "control, label": Case(lambda _: calls.set_label(3, "v3"), _is(version=0, control_seq=1)),
+    "control, engines": Case(lambda _: calls.set_engines(["http://e:1"]), _is(control_seq=1)),
+    "control, own engines": Case(lambda _: calls.set_engines(None), _is(control_seq=0)),
     "control, resume": Case(_resume, _is(state="running", control_seq=2)),
     "control, set": Case(lambda _: calls.set_budget("cap", 7), _is(control_seq=1)),
     "end, done": Case(lambda _: calls.end_of_data(1), "running"),
