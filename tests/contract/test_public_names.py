@@ -13,7 +13,7 @@ import rollstream
 PUBLIC = """
 AgentFault AsyncGroupStream Batch Call CapacityTooSmall ConfigError ConsumerTaken ContractError Drop
 DropReason EngineFault EnvFault FinishedGroup GroupStream GroupView Keep MemberReason MergeFault
-Missing ProducerGone PromptGroup RewardFault RollstreamError RolloutFault RunFailed RunLost
+Missing PauseNotConfirmed ProducerGone PromptGroup RewardFault RollstreamError RolloutFault RunFailed RunLost
 RunMismatch Sample Span Status StopReason StreamError StreamStalled ToolFault TrainArrays WireError
 WireTooNew __version__
 """.split()
