@@ -24,6 +24,7 @@ from rollstream.queue.queue import Queue
 from rollstream.runs import problems_of
 from rollstream.settings import Settings
 
+from .budgets import Pace, pace_of
 from .fresh import begin_fresh
 from .gate import Gate
 from .identity import fingerprint_of, opening
@@ -51,6 +52,7 @@ def run(loaded: Loaded, *, fresh: bool = False, force: bool = False) -> int:
         ConnectionError: Redis cannot be reached.
     """
     settings = loaded.settings
+    pace_of(settings)  # before `--fresh` removes anything
     with ExitStack() as stack:
         source = open_source(settings.producer.source)
         stack.callback(source.close)
@@ -109,12 +111,35 @@ async def produce(settings: Settings, source: Source, supply: Supply, drawn: Any
         check_startable(await first_contact(gate), settings.run.name)
         stack.push_async_callback(gate.leave)
         await say_problems(queue)
-        capacity = settings.producer.capacity_groups
-        log.info("run_open", groups=supply.order.total, rows=len(source), capacity=capacity)
+        pace = say_pace(settings, groups=supply.order.total, rows=len(source))
         beside = []
         if settings.producer.progress:
-            beside.append(asyncio.create_task(follow(gate, queue, capacity, drawn)))
+            beside.append(asyncio.create_task(follow(gate, queue, pace.capacity, drawn)))
         await until_stopped(asyncio.create_task(gate.run()), beside)
+
+
+def say_pace(settings: Settings, **about: int) -> Pace:
+    """Log once how many groups may be live and why, and return it."""
+    pace = pace_of(settings)
+    log.info(
+        "run_open",
+        **about,
+        capacity=pace.capacity,
+        capacity_by=pace.bound_by,
+        max_staleness=pace.max_staleness,
+        on_stale=pace.on_stale,
+        weights_mode=settings.weights.mode,
+    )
+    if pace.is_unpaced:
+        log.warning(
+            "staleness_unpaced",
+            capacity=pace.capacity,
+            max_staleness=pace.max_staleness,
+            why="groups that wait for the trainer get older with every step, and are evicted when "
+            "they are too old: work for nothing",
+            action="set weights.groups_per_step to the size of a batch",
+        )
+    return pace
 
 
 async def say_problems(queue: Queue) -> None:

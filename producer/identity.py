@@ -1,4 +1,4 @@
-"""What a run is made of: its fingerprint, its budgets, and opening it.
+"""What a run is made of: its fingerprint, and opening it.
 
 Owns the words in which a run is compared with the one of the same name. Never enqueues.
 Invariant: two producers with one fingerprint put the same prompt under the same group index, and
@@ -13,11 +13,12 @@ from typing import Any
 
 from rollstream.errors import RunMismatch
 from rollstream.group import EnvRule
-from rollstream.queue.calls import Arg, ScriptCall, open_run
-from rollstream.queue.keys import SCHEMA, window_of
+from rollstream.queue.calls import ScriptCall, open_run
+from rollstream.queue.keys import SCHEMA
 from rollstream.settings import Settings
 from rollstream.wire import encode_envs
 
+from .budgets import budgets_of
 from .sources import Source
 
 
@@ -38,23 +39,16 @@ def fingerprint_of(settings: Settings, source: Source) -> str:
 
 
 def opening(settings: Settings, fingerprint: str, total: int) -> ScriptCall[list[str]]:
-    """Return the call that creates the run of `total` groups, or sets its budgets anew."""
-    capacity = settings.producer.capacity_groups
+    """Return the call that creates the run of `total` groups, or sets its budgets anew.
+
+    Raises:
+        ConfigError: the budgets make no run (`budgets.pace_of`).
+    """
     rules = {
         name: EnvRule(reward_key=env.reward.key, needs_reward=env.reward.kind != "none")
         for name, env in settings.envs().items()
     }
-    budgets: dict[str, Arg] = {
-        "lease_ms": int(settings.worker.lease_s * 1000),
-        "cap": capacity,
-        "W": window_of(capacity),
-        "max_attempts": settings.worker.max_attempts,
-        "max_crashes": settings.worker.max_crashes,
-        "max_stale": settings.weights.max_staleness,
-        "max_body": settings.worker.max_body_bytes,
-        "envs": encode_envs(rules),
-        "total": total,
-    }
+    budgets = budgets_of(settings) | {"envs": encode_envs(rules), "total": total}
     return open_run(SCHEMA, fingerprint, budgets)
 
 

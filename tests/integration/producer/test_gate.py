@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from examples.devserver import DevServer
 from producer.app import check_startable
-from producer.sources import BadRow
+from producer.identity import fingerprint_of
+from producer.sources import BadRow, open_source
 from rollstream.errors import RunFailed, RunMismatch
 from rollstream.queue import calls, keys
 from rollstream.wire import decode_prompt
@@ -150,6 +152,40 @@ async def test_gate_opens_the_run_with_its_budgets_and_environments(
         rules = info.envs
         assert (rules["math"].reward_key, rules["math"].needs_reward) == ("score", True)
         assert (rules["plain"].reward_key, rules["plain"].needs_reward) == (None, False)
+
+
+async def test_gate_keeps_no_more_groups_live_than_the_steps_that_may_lie_between(
+    valkey_url: str, run_name: str, tmp_path: Path
+) -> None:
+    path, paced = rows_file(tmp_path, 40), "--weights.groups_per_step=3"
+    settings = settings_of(valkey_url, run_name, path, paced, "--weights.max_staleness=1")
+    async with Trainer(valkey_url, run_name) as trainer:
+        async with producing(settings) as it:
+            await trainer.until_live(range(6))
+            await until(
+                lambda: asyncio.sleep(0, it.gate.standing.waiting_for),
+                lambda waiting_for: waiting_for == "capacity",
+            )
+            await trainer.ack(0, 1, 2)
+            await trainer.until_live(range(3, 9))
+        # Another mode and other budgets, of the same run: they are set anew, nothing else is.
+        strict = settings_of(
+            valkey_url, run_name, path, paced, "--weights.mode=on_policy",
+            "--weights.max_requeues=7",
+        )  # fmt: skip
+        with contextlib.closing(open_source(settings.producer.source)) as source:
+            assert fingerprint_of(strict, source) == fingerprint_of(settings, source)
+        async with producing(strict):
+            record = await trainer.queue.client.hmget(
+                f"{trainer.queue.prefix}m",
+                "cap", "max_stale", "on_stale", "max_requeues", "weights_mode",
+            )  # fmt: skip
+            assert record == [b"3", b"0", b"requeue", b"7", b"on_policy"]
+            await trainer.ack(3, 4, 5)
+            assert await trainer.live() == {6, 7, 8}, "three are live: there is no room"
+            await trainer.ack(6)
+            await trainer.until_live([7, 8, 9])
+        await trainer.check_accounts()
 
 
 async def test_gate_skips_bad_rows_and_the_frontier_passes_them(

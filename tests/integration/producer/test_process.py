@@ -96,6 +96,37 @@ async def test_producer_says_goodbye_on_sigterm(
         assert events == ["redis_unfit", "run_open", "scan_begins", "end_of_data", "stopping"]
 
 
+async def test_producer_says_once_how_many_groups_may_live_and_why(
+    valkey_url: str, run_name: str, tmp_path: Path
+) -> None:
+    path, one = rows_file(tmp_path, 5), "--weights.max_staleness=1"
+    with capture_logs() as lines:
+        for argv in ((one, "--weights.groups_per_step=8"), (one,), ()):
+            app.say_pace(settings_of(valkey_url, run_name, path, *argv), groups=5)
+    said = [(line["event"], line["capacity"], line.get("capacity_by")) for line in lines]
+    assert said == [
+        ("run_open", 16, "weights.groups_per_step * (1 + weights.max_staleness)"),
+        ("run_open", 512, "producer.capacity_groups"),
+        ("staleness_unpaced", 512, None),
+        ("run_open", 512, "producer.capacity_groups"),
+    ]
+
+
+async def test_producer_that_lacks_the_size_of_a_step_leaves_the_old_run_where_it_is(
+    valkey_url: str, run_name: str, tmp_path: Path
+) -> None:
+    path = rows_file(tmp_path, 5)
+    await open_run(settings_of(valkey_url, run_name, path))
+    done = subprocess.run(
+        command(valkey_url, run_name, path, "--fresh", "--weights.mode=on_policy"),
+        cwd=ROOT, capture_output=True, text=True, timeout=80,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "weights.mode = 'on_policy' needs weights.groups_per_step" in done.stderr
+    async with Trainer(valkey_url, run_name) as trainer:
+        assert await trainer.queue.info() is not None
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
