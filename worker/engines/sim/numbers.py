@@ -3,16 +3,19 @@
 A STAND-IN FOR A MODEL, NOT A MODEL: they are hashes, and mean nothing.
 
 Owns them. Never looks at a seed, a clock or a shared generator: as in a model, what a token's
-log-prob and experts are depends on the tokens up to it and on nothing else, so that a prefill of
-the same tokens gives the same numbers. Invariant: one wrong, missing or shifted token changes the
-numbers of every position behind it.
+log-prob and experts are depends on the tokens up to it (and, where the caller names one, on the
+weight version) and on nothing else, so that a prefill of the same tokens gives the same numbers.
+Invariant: one wrong, missing or shifted token changes the numbers of every position behind it.
 
 Axis: L tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -76,21 +79,47 @@ def _powers(base: int, size: int) -> Bits:
     return known[:size]
 
 
-def log_probs(ids: TokenIds, start: int, temperature: float = 1.0) -> LogProbs:
+def log_probs(
+    ids: TokenIds,
+    start: int,
+    temperature: float = 1.0,
+    version: str | int | Sequence[str | int] | None = None,
+) -> LogProbs:
     """Return the log-prob of every token from `start` on, after all tokens before it.
 
     In (-4.01, 0): mostly near 0, sometimes far from it. At T = 1 products only: IEEE fixes their
     bits, which it does not for powers and logarithms. At another T a token is one of two, itself
     and the rest.
 
+    Args:
+        ids: [L] all tokens.
+        start: first position that is wanted.
+        temperature: of the softmax; 0 is greedy, at T = 1.
+        version: the label of the weights, one for all or one for each position; "7" and 7 are the
+            same. None has no weights: the numbers are of the tokens alone.
+
     Shape: [L - start] float32.
     """
-    share = unit(mix(_LOG_PROB_KEY, prefix_hashes(ids)[start:]))
+    hashes = prefix_hashes(ids)[start:]
+    if version is not None:
+        hashes = hashes ^ _version_keys(version)
+    share = unit(mix(_LOG_PROB_KEY, hashes))
     exact = -(share * share * share * 4.0) - 2.0**-20
-    if temperature not in (0.0, 1.0):  # 0 is greedy, at T = 1
+    if temperature not in (0.0, 1.0):
         chosen, rest = exact / temperature, np.log1p(-np.exp(exact)) / temperature
         exact = chosen - np.logaddexp(chosen, rest)
     return np.asarray(exact, dtype=np.float32)
+
+
+def _version_keys(version: str | int | Sequence[str | int]) -> Bits | np.uint64:
+    if isinstance(version, (str, int)):
+        return np.uint64(_version_key(str(version)))
+    return np.array([_version_key(str(one)) for one in version], dtype=np.uint64)
+
+
+@lru_cache(maxsize=1024)
+def _version_key(label: str) -> int:
+    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
 
 
 def routed_experts(ids: TokenIds, start: int, config: ReplayConfig) -> npt.NDArray[np.int32]:

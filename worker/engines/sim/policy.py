@@ -3,12 +3,13 @@
 A STAND-IN FOR A MODEL, NOT A MODEL: it looks answers up in a table, and a hash says whether it is
 right.
 
-Owns `expected`, which the server and an auditor call alike. Never keeps state, looks at a clock, or
-draws from a shared generator. Invariant: ids are a function of (sampling_seed, the ids up to the
-last generation prompt), and a log-prob is one of the ids up to it and the temperature, whoever
-sampled them. What follows the generation prompt is the partial text of a call that was cut, so a
-resumed call continues the same text; a fault changes only where a reply ends, or whether it
-arrives.
+Owns `expected` and `expected_log_prob`, which the server and an auditor call alike. Never keeps
+state, looks at a clock, or draws from a shared generator. Invariant: ids are a function of
+(sampling_seed, the ids up to the last generation prompt), and a log-prob is one of the ids up to
+it, the temperature and, with `--versioned-log-probs`, the label of the weights that sampled it;
+whoever sampled them. What follows the generation prompt is the partial text of a call that was
+cut, so a resumed call continues the same text; a fault changes only where a reply ends, how its
+frame looks, or whether it arrives.
 
 Axes: P prompt ids, C ids of one reply.
 """
@@ -46,6 +47,67 @@ class Reply:
     """`stop` or `length`."""
     matched: int | str | None = None
     """Stop id or stop string."""
+
+
+def expected_log_prob(
+    context_ids: Sequence[int] | TokenIds,
+    token_id: int,
+    *,
+    temperature: float = 1.0,
+    version: str | int | None = None,
+) -> np.float32:
+    """Return the log-prob of one token behind a context, as weights of this label give it.
+
+    Bit-equal to what the server says. It depends on no seed. `version` None is a server without
+    `--versioned-log-probs`. For many tokens use `expected_log_probs`: the context is hashed once.
+    """
+    ids = np.append(np.asarray(context_ids, dtype=np.int32), np.int32(token_id))
+    found: np.float32 = expected_log_probs(
+        ids, len(ids) - 1, temperature=temperature, version=version
+    )[0]
+    return found
+
+
+def expected_log_probs(
+    ids: Sequence[int] | TokenIds,
+    start: int,
+    *,
+    temperature: float = 1.0,
+    version: str | int | Sequence[str | int] | None = None,
+) -> LogProbs:
+    """Return the log-probs of the ids from `start` on.
+
+    Args:
+        ids: [L] context and tokens.
+        start: first position that is wanted.
+        temperature: that they were sampled at (what the server's `--logprobs-mode` makes of it).
+        version: the label of the weights: one for all, one for each position, or None.
+
+    Shape: [L - start] float32.
+    """
+    return numbers.log_probs(np.asarray(ids, dtype=np.int32), start, temperature, version)
+
+
+def sampled_by(
+    ids: Sequence[int] | TokenIds,
+    start: int,
+    log_probs: LogProbs,
+    candidates: Sequence[str | int],
+    *,
+    temperature: float = 1.0,
+) -> list[str | int | None]:
+    """Return for each token from `start` on which weights sampled it, told by its log-prob alone.
+
+    Whatever the reply's spans say. None where it is of none of the candidates; two labels give the
+    same float32 about once in ten million.
+    """
+    found: list[str | int | None] = [None] * len(log_probs)
+    for label in candidates:
+        said = expected_log_probs(ids, start, temperature=temperature, version=label)
+        for at in np.flatnonzero(said == np.asarray(log_probs, dtype=np.float32)).tolist():
+            if found[at] is None:
+                found[at] = label
+    return found
 
 
 class Policy:
@@ -103,12 +165,18 @@ class Policy:
         )
         return Reply(ids, log_probs, finish, matched)
 
-    def score(self, ids: TokenIds, start: int, temperature: float = 1.0) -> LogProbs:
+    def score(
+        self,
+        ids: TokenIds,
+        start: int,
+        temperature: float = 1.0,
+        version: str | int | Sequence[str | int] | None = None,
+    ) -> LogProbs:
         """Return the log-probs of the ids from `start` on, whoever wrote them.
 
         Shape: [L - start] float32.
         """
-        return numbers.log_probs(ids, start, temperature)
+        return numbers.log_probs(ids, start, temperature, version)
 
     def mismatch(
         self,
@@ -116,13 +184,32 @@ class Policy:
         sampling: Mapping[str, Any],
         ids: TokenIds,
         log_probs: LogProbs,
+        spans: Sequence[tuple[str | int, int, int]] | None = None,
     ) -> str | None:
         """Return how one delivered call differs from what the policy says, None if it does not.
 
         A fault may have cut it: what was delivered must be a prefix, id for id and bit for bit.
+
+        Args:
+            prompt_ids: as for `expected`.
+            sampling: as for `expected`.
+            ids: [C] of the call.
+            log_probs: [C] of the call.
+            spans: (label, start, end) of the call where the server has `--versioned-log-probs`.
         """
         want_ids, want_log_probs = self.expected(prompt_ids, sampling)
         num = len(ids)
+        if spans is not None:
+            labels = [label for label, start, end in spans for _ in range(start, end)]
+            if len(labels) != num:
+                return f"{num} ids, versions of {len(labels)}"
+            temperature = sampling.get("temperature")
+            want_log_probs = expected_log_probs(
+                np.concatenate([np.asarray(prompt_ids, dtype=np.int32), want_ids[:num]]),
+                len(prompt_ids),
+                temperature=1.0 if temperature is None else float(temperature),
+                version=labels,
+            )
         if num > len(want_ids):
             return f"{num} ids, at most {len(want_ids)} were sampled"
         if len(log_probs) != num:
