@@ -13,9 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
 from rollstream.errors import ConfigError
+from rollstream.parameters import PARAMETERS, problem_of
 from rollstream.urls import redis_url_problem, with_sentinels
 
 
@@ -176,6 +177,13 @@ class SamplingTable(Table):
     allow_off_distribution: bool = False
     """Permit parameters under which log-probs no longer are those of the sampled distribution."""
 
+    @field_validator("top_k", "stop", "stop_token_ids")
+    @classmethod
+    def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        if problem_of(info.field_name or "", value):
+            raise ValueError(PARAMETERS[info.field_name or ""].expected)
+        return value
+
 
 class RewardTable(Table):
     """How samples are scored."""
@@ -211,6 +219,13 @@ class EnvTable(Table):
     """Its own sampling parameters, over those of `[sampling]`."""
     execute_last_turn: bool = False
     """Run the calls of the last permitted turn too; default `worker.execute_last_turn`."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _check(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for problem in filter(None, (problem_of(name, given) for name, given in value.items())):
+            raise ValueError(f"parameters of an engine; {problem}")
+        return value
 
 
 class ProducerTable(Table):

@@ -61,7 +61,10 @@ class Sampling:
             held = self.stop_token_ids
             own = (i for i in dict.fromkeys(values["stop_token_ids"]) if i not in held)
             values["stop_token_ids"] = (*held, *own)
-        return replace(self, **values)
+        whole = replace(self, **values)
+        if len(grammars := [name for name in _GRAMMARS if getattr(whole, name)]) > 1:
+            raise ConfigError(f"{' and '.join(grammars)}: a reply can be of one grammar only")
+        return whole
 
     def off_distribution(self) -> list[str]:
         """Return the parameters under which log-probs are not those of the sampled distribution."""

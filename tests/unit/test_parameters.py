@@ -88,3 +88,10 @@ def test_what_a_call_records_names_biases_and_grammars_only_where_there_are_some
     assert own.to_dict() == plain | {
         "logit_bias": {"3": -2.5, "9": 1.0}, "json_schema": '{"type":"object"}',
     }  # fmt: skip
+
+
+def test_a_reply_is_of_one_grammar_only() -> None:
+    base = Sampling().with_overrides({"regex": "a"})
+    with pytest.raises(ConfigError, match="json_schema and regex: a reply can be of one grammar"):
+        base.with_overrides({"json_schema": "{}"})
+    assert base.with_overrides({"regex": "", "ebnf": "b"}).ebnf == "b"

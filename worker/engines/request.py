@@ -34,6 +34,9 @@ _SGLANG_DEFAULTS: dict[str, Any] = {
     "min_new_tokens": 0,
     "stop": (),
     "stop_token_ids": (),
+    "json_schema": "",
+    "regex": "",
+    "ebnf": "",
 }
 """Sent only where they differ; `temperature` and `max_new_tokens` (default 128 there) always."""
 _FIXED: dict[str, Any] = {
@@ -104,6 +107,10 @@ class RequestWriter:
             sampling.min_new_tokens,
             sampling.stop,
             sampling.stop_token_ids,
+            sampling.logit_bias,
+            sampling.json_schema,
+            sampling.regex,
+            sampling.ebnf,
         )
         prefix = self._prefixes.get(key)
         if prefix is None:
@@ -123,6 +130,8 @@ def _encode_prefix(sampling: Sampling) -> bytes:
         value = getattr(sampling, name)
         if value != default:
             words[name] = value
+    if sampling.logit_bias:
+        words["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     return b'{"sampling_params":' + _ENCODER.encode({**words, **_FIXED})[:-1] + b","
 
 

@@ -103,6 +103,23 @@ def test_load_reads_each_form_of_a_value(
     assert getattr(getattr(load(*argv).settings, table), key) == value
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--env.math.sampling", '{"temprature": 1}'), "did you mean temperature?"),
+        (("--env.math.sampling", "top_p=7"), "top_p = 7: expected a number in (0, 1]"),
+        (("--env.math.sampling.tool_choice", "required"), "as a grammar"),
+        (("--sampling.top_k", "0"), "(from --sampling.top_k): expected -1 or at least 1"),
+        (("--sampling.stop", '["a", ""]'), "none of them empty"),
+        (("--sampling.stop_token_ids", "-5"), "expected a list of whole numbers, 0 or more"),
+    ],
+)
+def test_load_refuses_sampling_parameters_that_no_engine_takes(
+    argv: tuple[str, ...], says: str
+) -> None:
+    assert says in refusal(*argv)
+
+
 def test_load_reads_lists_and_optional_keys_from_variables() -> None:
     settings = load(
         environ={

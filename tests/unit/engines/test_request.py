@@ -111,6 +111,9 @@ def test_request_prefix_cache_is_bounded_when_every_prompt_has_parameters_of_its
         {"min_new_tokens": 1},
         {"stop": ("x",)},
         {"stop_token_ids": (5,)},
+        {"json_schema": "{}"},
+        {"regex": "a+"},
+        {"ebnf": "root ::= x"},
     ],
 )
 def test_request_after_one_with_other_parameters_still_carries_its_own(
@@ -123,3 +126,12 @@ def test_request_after_one_with_other_parameters_still_carries_its_own(
     params = json.loads(body_bytes(changed, PROMPT))["sampling_params"]
     assert params[name] == (list(value) if isinstance(value, tuple) else value)
     assert writer.head(Sampling(), rid="r", routing_key="g") == plain
+
+
+def test_request_carries_biases_by_the_text_of_their_ids_as_sglang_reads_them() -> None:
+    writer = RequestWriter()
+    head = writer.head(Sampling(logit_bias=((3, -2.5), (9, 1.0))), rid="r", routing_key="g")
+    params = json.loads(body_bytes(head, PROMPT))["sampling_params"]
+    assert params["logit_bias"] == {"3": -2.5, "9": 1.0}
+    plain = json.loads(body_bytes(writer.head(Sampling(), rid="r", routing_key="g"), PROMPT))
+    assert "logit_bias" not in plain["sampling_params"]
