@@ -1,0 +1,84 @@
+"""The limit of one engine: down by half once a round trip, up by steps, within its bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.engines.limiter import Limiter
+
+
+def test_limiter_without_a_bound_has_room_until_the_first_complaint() -> None:
+    limiter = Limiter()
+    assert limiter.has_room(10**6)
+    assert limiter.shown == 0
+    assert limiter.overloaded(in_flight=40, sent_at=0.0, now=1.0)
+    assert (limiter.limit, limiter.shown) == (20, 20)
+    assert limiter.has_room(19)
+    assert not limiter.has_room(20)
+
+
+def test_limiter_starts_at_its_bound_and_halves_what_was_there() -> None:
+    limiter = Limiter(100)
+    assert limiter.limit == 100
+    assert not limiter.has_room(100)
+    limiter.overloaded(in_flight=30, sent_at=0.0, now=1.0)
+    assert limiter.limit == 15
+
+
+def test_limiter_goes_down_once_for_all_complaints_of_one_round_trip() -> None:
+    limiter = Limiter(64)
+    assert limiter.overloaded(in_flight=64, sent_at=0.5, now=2.0)
+    assert not any(limiter.overloaded(in_flight=63 - i, sent_at=1.0, now=2.1) for i in range(60))
+    assert limiter.limit == 32
+    assert limiter.overloaded(in_flight=32, sent_at=2.2, now=3.0)
+    assert limiter.limit == 16
+
+
+def test_limiter_never_ends_below_one() -> None:
+    limiter = Limiter(2)
+    for now in range(5):
+        limiter.overloaded(in_flight=1, sent_at=float(now), now=now + 0.5)
+    assert limiter.limit == 1
+    assert limiter.has_room(0)
+
+
+@pytest.mark.parametrize("held", [4, 64, 1024])
+def test_limiter_is_back_within_as_many_round_trips_whatever_the_size(held: int) -> None:
+    limiter = Limiter(held)
+    limiter.overloaded(in_flight=held, sent_at=0.0, now=1.0)
+    trips = 0
+    while limiter.limit < held:
+        trips += 1
+        for _ in range(limiter.shown):  # one round trip, always full
+            limiter.answered(in_flight=limiter.shown)
+    assert trips <= 20
+    limiter.answered(in_flight=held)
+    assert limiter.limit == held
+
+
+def test_limiter_stays_where_calls_do_not_need_more() -> None:
+    limiter = Limiter(64)
+    limiter.overloaded(in_flight=64, sent_at=0.0, now=1.0)
+    for _ in range(1000):
+        limiter.answered(in_flight=10)
+    assert limiter.limit == 32
+
+
+@given(
+    cap=st.integers(0, 50),
+    acts=st.lists(st.tuples(st.booleans(), st.integers(1, 100), st.floats(0, 10)), max_size=60),
+)
+def test_limiter_stays_within_its_bounds_whatever_happens(
+    cap: int, acts: list[tuple[bool, int, float]]
+) -> None:
+    limiter, now = Limiter(cap), 0.0
+    for overloaded, in_flight, back in acts:
+        now += 1.0
+        if overloaded:
+            limiter.overloaded(in_flight, sent_at=now - back, now=now)
+        else:
+            limiter.answered(in_flight)
+        assert limiter.limit >= 1
+        assert limiter.limit <= (cap or float("inf"))

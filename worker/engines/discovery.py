@@ -1,0 +1,144 @@
+"""From what a configuration names (URLs, a DNS name, a router) to the URLs of engines.
+
+Owns the three kinds of an address and what their answers mean. Never keeps a set and never probes
+an engine. Invariant: an address that gives no answer, or an empty one, raises, so that whoever asks
+keeps the engines it has: a resolver or a router that fails for a moment removes nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import httpx
+import msgspec
+
+from rollstream.errors import ConfigError, EngineFault
+
+DNS, ROUTER = "dns+", "router+"
+_RANK = re.compile(r"@\d+$")
+"""Routers name a data-parallel rank of a worker so; it is not part of the address."""
+_PATHS = ("/workers", "/list_workers")
+"""Of SGLang's router: today's, and the older one."""
+MAX_ENGINES = 1024
+
+Ask: TypeAlias = Callable[[str], Awaitable[tuple[int, bytes]]]
+"""GET a URL, bounded; (status, body), or an EngineFault."""
+Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Name and port to addresses; raises OSError."""
+
+
+class NoAnswer(Exception):
+    """An address named no engine just now; says which and why."""
+
+
+def is_moving(spec: str) -> bool:
+    """Return whether the engines behind an address may change by themselves."""
+    return spec.startswith((DNS, ROUTER))
+
+
+def plain_url(url: str) -> str:
+    """Return the URL of an engine in its one form.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    plain = url.strip().rstrip("/")
+    try:
+        parsed = httpx.URL(plain)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"engine.urls: {url!r}: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"engine.urls: {url!r} is not http://host:port or https://host:port")
+    return plain
+
+
+def check_spec(spec: str) -> str:
+    """Return an address in its one form.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    for kind in (DNS, ROUTER):
+        if spec.startswith(kind):
+            return kind + plain_url(spec.removeprefix(kind))
+    return plain_url(spec)
+
+
+async def resolve(name: str, port: int) -> list[str]:
+    """Return every address of a name, sorted: two workers then agree on the order."""
+    infos = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return sorted({str(info[4][0]) for info in infos})
+
+
+async def engines_of(spec: str, ask: Ask, resolve: Resolve = resolve) -> list[str]:
+    """Return the URLs of the engines that an address stands for now.
+
+    Raises:
+        NoAnswer: a name without addresses, a router that cannot be read or has no workers.
+    """
+    if spec.startswith(DNS):
+        return await _of_name(httpx.URL(spec.removeprefix(DNS)), spec, resolve)
+    if spec.startswith(ROUTER):
+        return await _of_router(spec.removeprefix(ROUTER), ask)
+    return [spec]
+
+
+async def _of_name(url: httpx.URL, spec: str, resolve: Resolve) -> list[str]:
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        addresses = await resolve(url.host, port)
+    except OSError as error:
+        raise NoAnswer(f"{spec}: {url.host} cannot be resolved: {error}") from None
+    if not addresses:
+        raise NoAnswer(f"{spec}: {url.host} has no address")
+    return [str(url.copy_with(host=address, port=port)).rstrip("/") for address in addresses]
+
+
+async def _of_router(router: str, ask: Ask) -> list[str]:
+    heard: list[str] = []
+    for path in _PATHS:
+        try:
+            status, raw = await ask(router + path)
+        except EngineFault as error:
+            raise NoAnswer(f"{router}{path}: {error.message}") from None
+        if status != 200:
+            heard.append(f"{path} answered {status}")
+            continue
+        try:
+            urls = workers_in(msgspec.json.decode(raw))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            heard.append(f"{path} is not JSON: {error}")
+            continue
+        if urls:
+            return urls
+        heard.append(f"{path} names no worker")
+    raise NoAnswer(f"{router}: {'; '.join(heard)}")
+
+
+def workers_in(answer: Any) -> list[str]:
+    """Return the URLs in a router's answer of either form; what is no HTTP address is left out."""
+    if not isinstance(answer, dict):
+        return []
+    workers, older = answer.get("workers"), answer.get("urls")
+    found: list[Any] = [
+        worker.get("url") if isinstance(worker, dict) else worker
+        for worker in (workers if isinstance(workers, list) else ())
+    ]
+    found += older if isinstance(older, list) else []
+    urls = []
+    for url in found[:MAX_ENGINES]:
+        if isinstance(url, str):
+            try:
+                urls.append(plain_url(_RANK.sub("", url.strip().rstrip("/"))))
+            except ConfigError:
+                continue
+    return unique(urls)
+
+
+def unique(urls: Iterable[str]) -> list[str]:
+    """Return each URL once, in the order of its first place."""
+    return list(dict.fromkeys(urls))

@@ -1,0 +1,65 @@
+"""How many calls one engine gets at once: fewer when it says that it is full, more as it answers.
+
+Owns the limit of one engine (additive increase, multiplicative decrease). Never counts calls and
+never makes anyone wait: the pool does. Invariant: 1 <= limit <= cap, and one round trip lowers it
+once, however many of its calls came back with the same complaint.
+"""
+
+from __future__ import annotations
+
+_STEPS = 16
+"""Round trips from half of what an engine took back to all of it. Steps of one call would need as
+many round trips as it had calls, and a restart's burst of 503 would starve a large fleet for an
+hour."""
+_UNBOUNDED = float("inf")
+
+
+class Limiter:
+    """The limit of one engine.
+
+    Attributes:
+        limit: the most calls at once; infinite where nothing bounds it yet.
+    """
+
+    __slots__ = ("_cap", "_lowered_at", "_step", "limit")
+
+    def __init__(self, max_in_flight: int = 0) -> None:
+        """Start at `max_in_flight`; 0 is no bound until the engine complains."""
+        self._cap = float(max_in_flight) if max_in_flight else _UNBOUNDED
+        self.limit = self._cap
+        self._step = 1.0
+        self._lowered_at = -_UNBOUNDED
+
+    def has_room(self, in_flight: int) -> bool:
+        """Return whether one more call may go there."""
+        return in_flight + 1 <= self.limit
+
+    def overloaded(self, in_flight: int, sent_at: float, now: float) -> bool:
+        """Halve what is in flight; return whether that happened.
+
+        Args:
+            in_flight: calls at the engine, the one that was turned away included.
+            sent_at: when that one was sent. Sent before the last decrease, it says nothing new.
+            now: the same clock.
+        """
+        if sent_at <= self._lowered_at:
+            return False
+        held = min(self.limit, float(in_flight))
+        self.limit = max(1.0, held / 2)
+        self._step = max(1.0, (held - self.limit) / _STEPS)
+        self._lowered_at = now
+        return True
+
+    def answered(self, in_flight: int) -> None:
+        """Allow a step more per round trip, where the limit is what holds calls back.
+
+        Args:
+            in_flight: calls at the engine, the one that was answered included.
+        """
+        if self.limit < self._cap and in_flight + 1 > self.limit:
+            self.limit = min(self._cap, self.limit + self._step / self.limit)
+
+    @property
+    def shown(self) -> int:
+        """Return the limit as a number for people and metrics; 0 is none."""
+        return 0 if self.limit == _UNBOUNDED else int(self.limit)
