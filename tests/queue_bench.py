@@ -166,10 +166,10 @@ class Bench:
         assert self.call(calls.connect(consumer, number)).consumer == consumer
         return consumer
 
-    def deliver(self, *ids: int, consumer: str = "trainer") -> list[str]:
+    def deliver(self, *ids: int | str, consumer: str = "trainer") -> list[str]:
         return self.call(calls.deliver(consumer, [str(gid) for gid in ids]))
 
-    def ack(self, *ids: int, consumer: str = "trainer") -> list[str]:
+    def ack(self, *ids: int | str, consumer: str = "trainer") -> list[str]:
         return self.call(calls.ack(consumer, [str(gid) for gid in ids]))
 
     # --- looking -------------------------------------------------------------------------------

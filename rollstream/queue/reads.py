@@ -274,12 +274,16 @@ def _parse_counters(replies: list[Any]) -> dict[str, int]:
 
 _DEPTHS: tuple[tuple[str, str, str], ...] = (
     ("q", "ZCARD", "q"), ("d", "ZCARD", "d"), ("s", "ZCARD", "s"), ("l", "ZCARD", "l"),
-    ("full", "XLEN", "full"), ("ready", "XLEN", "ready"), ("live", "SCARD", "gs"),
+    ("full", "XLEN", "full"), ("ready", "XLEN", "ready"), ("eval", "XLEN", "eval"),
+    ("live", "SCARD", "gs"), ("evaluations", "SCARD", "ge"),
 )  # fmt: skip
 
 
 def depths(prefix: str) -> Read[dict[str, int]]:
-    """Read how much lies where: members in q d s l, groups in full, ready, delivered, live."""
+    """Read how much lies where: members in q d s l, groups in full, ready, delivered, live.
+
+    Of evaluations: how many live (`evaluations`), and how many of them ended (`eval`).
+    """
     commands: list[Command] = [(command, prefix + key) for _, command, key in _DEPTHS]
     commands.append(("HGET", f"{prefix}m", "delivered"))
     return Read(tuple(commands), _parse_depths)

@@ -1,6 +1,6 @@
 -- ack: the trainer trained on groups. That is a fact, so it ends a group in whatever live state.
 -- argv: consumer gid*
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, eval STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
 -- group: acked
 -- member: group_ended
 -- answer: taken | per group: acked | done | lost (Redis forgot it; its id is terminal now)

@@ -1,6 +1,6 @@
 -- audit: proves enqueued = acked + dropped + live and, deep, that everything is in its one place. Read-only.
 -- argv: [deep]
--- keys: m HASH, c HASH, gs SET, ge SET, g:<gid> HASH, b:<gid> HASH, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, full STREAM, ready STREAM, cur STRING
+-- keys: m HASH, c HASH, gs SET, ge SET, g:<gid> HASH, b:<gid> HASH, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, full STREAM, ready STREAM, eval STREAM, cur STRING
 -- group: -
 -- member: -
 -- answer: enqueued acked dropped live problem*
@@ -37,6 +37,7 @@ local run = read(M, 'frontier', 'base', 'delivered', 'rewinding')
 local frontier, base = number(run.frontier), number(run.base)
 local in_set = {q = 0, s = 0, d = 0, l = 0}
 local in_state = {open = 0, full = 0, ready = 0, delivered = 0}
+local in_eval = 0 -- evaluations that ended: they are in a stream of their own
 local in_hand = 0 -- training groups that the trainer has: evaluations are not in its count
 local in_index = {age = 0, dl = 0}
 
@@ -81,7 +82,12 @@ local function check_group(gid, training)
   if training and not run.rewinding and is_terminal(tonumber(gid), frontier, base) then
     problem('live and terminal:', gid)
   end
-  in_state[row.state] = (in_state[row.state] or 0) + 1
+  local is_kept = row.state == 'ready' or row.state == 'delivered'
+  if is_kept and not training then
+    in_eval = in_eval + 1
+  else
+    in_state[row.state] = (in_state[row.state] or 0) + 1
+  end
   if training and row.state == 'delivered' then in_hand = in_hand + 1 end
   local n, ended, failed = tonumber(row.n), 0, 0
   for i = 0, n - 1 do
@@ -93,9 +99,7 @@ local function check_group(gid, training)
   if failed ~= number(row.failed) then problem('failed of', gid, 'is', row.failed, 'not', failed) end
   if (row.state == 'open') ~= (ended < n) then problem(gid, 'is', row.state, 'ended', ended) end
   if row.state == 'full' then check_entry(gid, 'full', row.full_id) end
-  if row.state == 'ready' or row.state == 'delivered' then
-    check_entry(gid, 'ready', row.ready_id)
-  end
+  if is_kept then check_entry(gid, training and 'ready' or 'eval', row.ready_id) end
   for index in pairs(in_index) do
     if call('ZSCORE', K .. index, gid) then in_index[index] = in_index[index] + 1 end
   end
@@ -114,6 +118,7 @@ for set, count in pairs(in_set) do expect(set, call('ZCARD', K .. set), count) e
 for index, count in pairs(in_index) do expect(index, call('ZCARD', K .. index), count) end
 expect('full', call('XLEN', K .. 'full'), in_state.full)
 expect('ready', call('XLEN', K .. 'ready'), in_state.ready + in_state.delivered)
+expect('eval', call('XLEN', K .. 'eval'), in_eval)
 expect('delivered', number(run.delivered), in_hand)
 if call('GETBIT', K .. 'cur', int(frontier - base)) == 1 then problem('the frontier is terminal') end
 return {enqueued, acked, dropped, live, unpack(problems)}

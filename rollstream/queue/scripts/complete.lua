@@ -1,7 +1,7 @@
 -- complete: results of trajectories that ended; the last of a group makes it full.
 -- argv: (gid member token header body text)*
--- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, full STREAM, dl ZSET, m HASH, c HASH, vanished HASH
--- group: last_member_ended
+-- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, full STREAM, eval STREAM, dl ZSET, m HASH, c HASH, vanished HASH
+-- group: last_member_ended kept
 -- member: completed failed_finally
 -- answer: per member: members left | dup | fenced | too_large
 -- repeat: dup, or fenced once the group is gone; no result is written (the counter `fenced` counts)

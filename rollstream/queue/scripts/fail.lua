@@ -1,7 +1,7 @@
 -- fail: infrastructure ended a trajectory; the member is tried again, given back, or fails for good.
 -- argv: gid member token kind(retry|final|back) reason error delay_ms [forget]
--- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, d ZSET, full STREAM, dl ZSET, c HASH, bell LIST, vanished HASH
--- group: last_member_ended
+-- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, d ZSET, full STREAM, eval STREAM, dl ZSET, c HASH, bell LIST, vanished HASH
+-- group: last_member_ended kept
 -- member: sent_back sent_back_later failed_finally
 -- answer: again | back | failed | fenced
 -- repeat: fenced, no effect

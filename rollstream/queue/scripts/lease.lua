@@ -1,7 +1,7 @@
 -- lease: a worker gets members to run, each under a token that no other call ever made.
 -- argv: worker call_no limit
--- keys: m HASH, w ZSET, wl HASH, ws HASH, q ZSET, s ZSET, d ZSET, l ZSET, g:<gid> HASH, b:<gid> HASH, dl ZSET, age ZSET, full STREAM, c HASH, bell LIST, vanished HASH
--- group: last_member_ended
+-- keys: m HASH, w ZSET, wl HASH, ws HASH, q ZSET, s ZSET, d ZSET, l ZSET, g:<gid> HASH, b:<gid> HASH, dl ZSET, age ZSET, full STREAM, eval STREAM, c HASH, bell LIST, vanished HASH
+-- group: last_member_ended kept
 -- member: leased came_due failed_finally
 -- answer: state version control_seq [gid n remaining_ms prompt (member token attempts crashes parked_bytes)*]* | old | lost
 -- repeat: the members of the last call_no that are still leased; a lower call_no is old

@@ -1,7 +1,7 @@
 -- park: a trajectory stops half-way and waits with what it has; no budget is charged.
 -- argv: gid member token body delay_ms
--- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, d ZSET, full STREAM, dl ZSET, c HASH, bell LIST, vanished HASH
--- group: last_member_ended
+-- keys: l ZSET, g:<gid> HASH, b:<gid> HASH, m HASH, q ZSET, s ZSET, d ZSET, full STREAM, eval STREAM, dl ZSET, c HASH, bell LIST, vanished HASH
+-- group: last_member_ended kept
 -- member: parked sent_back_later failed_finally
 -- answer: parked | fenced | too_large (the member failed: its result would be larger still)
 -- repeat: fenced, no effect

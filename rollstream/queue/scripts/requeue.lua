@@ -1,11 +1,11 @@
 -- requeue: a live group begins anew under the same id: budgets, deadline, version and results are new.
 -- argv: gid life reason
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, bell LIST, vanished HASH
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, eval STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, bell LIST, vanished HASH
 -- group: requeued
 -- member: requeued
 -- answer: requeued | gone | other (its life is another one) | exhausted (max_requeues) | lost
 -- repeat: other, nothing is written
--- uses: ending queueing
+-- uses: renewing
 local gid, life, reason = unpack(ARGV)
 permit_full_memory()
 local run = read(M, 'state', 'max_requeues')
@@ -15,12 +15,5 @@ local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'score', 'timeout
 if not row.state then return 'gone' end
 if row.life ~= life then return 'other' end
 if tonumber(life) >= tonumber(run.max_requeues or 1) then return 'exhausted' end
-check_types('bell' .. PLACES)
-take_out_group(gid, g, row)
-call('UNLINK', g, body_key(gid))
-call('HSET', g, 'n', row.n, 'left', row.n, 'state', 'open', 'score', row.score,
-  'timeout_ms', row.timeout_ms, 'prompt', row.prompt, 'life', int(tonumber(life) + 1),
-  'requeue_reason', reason)
-call('HINCRBY', K .. 'c', (is_evaluation(gid) and 'e.' or '') .. 'requeued', 1)
-queue_members(gid, tonumber(row.n), row.score)
+renew(gid, g, row, reason)
 return 'requeued'

@@ -1,6 +1,6 @@
 -- rewind: the checkpoint is the authority on what was trained; the frontier becomes the checkpoint's.
 -- argv: consumer rewind_id frontier bitmap
--- keys: m HASH, cur STRING, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, past STREAM, room LIST, ctl STREAM, vanished HASH
+-- keys: m HASH, cur STRING, g:<gid> HASH, b:<gid> HASH, ready STREAM, eval STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, c HASH, past STREAM, room LIST, ctl STREAM, vanished HASH
 -- group: dropped
 -- member: group_ended
 -- answer: frontier epoch seen beyond more | taken

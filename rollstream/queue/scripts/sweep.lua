@@ -1,12 +1,12 @@
 -- sweep: moves the queue clock and does one page of everything that came due.
 -- argv: page
--- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, wc HASH, bell LIST, room LIST, ctl STREAM, vanished HASH
--- group: dropped last_member_ended
--- member: came_due sent_back failed_finally group_ended
+-- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, eval STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, wc HASH, bell LIST, room LIST, ctl STREAM, vanished HASH
+-- group: dropped last_member_ended kept requeued
+-- member: came_due sent_back failed_finally group_ended requeued
 -- answer: more expired promoted deadlines evicted aborted grace vanished | -1 (no such run)
 -- repeat: the next page
 -- uses: clock member waiting taking control streams pausing
--- lazily: ending looking rewinding
+-- lazily: ending looking rewinding staling
 local STALE_PAGE, ABORT_PAGE = 16, 16
 local MAX_ENDED = 512      -- members of groups that one page drops
 local FORGET_LEASES = 4    -- a process unseen for so many leases is no longer present
@@ -14,7 +14,7 @@ local page = tonumber(ARGV[1])
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
   'version', 'max_stale', 'max_crashes', 'grace_until', 'rewinding', 'cursor', 'cursor_clock',
-  'pause_until')
+  'pause_until', 'on_stale')
 if not run.state then return {-1} end
 local clock, run_clock, jumped, now = clock_of(run)
 local lease_ms = tonumber(run.lease_ms)
@@ -93,19 +93,34 @@ local function end_deadlines()
       end
       ended = ended + 1
     end
-    call('ZREM', K .. 'dl', gid)
+    if not is_evaluation(gid) then
+      call('ZREM', K .. 'dl', gid)
+    elseif row.state == 'open' then
+      call('ZADD', K .. 'dl', int(run_clock + lease_ms), gid) -- whoever asked for it may take it
+    elseif row.state then
+      work = work + (end_group(gid, 'dropped', 'deadline', 'nobody acked the evaluation') or 0)
+      ended = ended + 1
+    else
+      call('ZREM', K .. 'dl', gid) -- the walk ends it
+    end
   end
   full_page(#due, page)
   return ended
 end
 
--- Drops groups until their members make a call long enough; the next page does the rest.
-local function end_groups(gids, reason, detail, keep_id)
+-- A stale group may begin anew instead. Returns the size of what ended.
+local function end_one(gid, reason)
+  if reason == 'stale' then return (end_stale(gid)) end
+  return end_group(gid, 'dropped', reason, '', true)
+end
+
+-- Ends groups until their members make a call long enough; the next page does the rest.
+local function end_groups(gids, reason)
   local ended, members = 0, 0
   for _, gid in ipairs(gids) do
     if members >= MAX_ENDED then more = 1; break end
     if call('EXISTS', group_key(gid)) == 1 then
-      members = members + (end_group(gid, 'dropped', reason, detail, keep_id) or 0)
+      members = members + (end_one(gid, reason) or 0)
       ended = ended + 1
     else
       walk_to(gid) -- it ends when nothing of it is left
@@ -116,11 +131,11 @@ end
 
 local function evict_stale()
   local max_stale = tonumber(run.max_stale or -1)
-  if max_stale < 0 then return 0 end
+  if max_stale < 0 or run.on_stale == 'deliver' then return 0 end
   local oldest = int(tonumber(run.version) - max_stale)
   local stale = call('ZRANGEBYSCORE', K .. 'age', '-inf', '(' .. oldest, 'LIMIT', 0, STALE_PAGE)
   full_page(#stale, STALE_PAGE)
-  return end_groups(stale, 'stale', 'while it was running', false)
+  return end_groups(stale, 'stale')
 end
 
 local function abort_groups()
@@ -129,7 +144,7 @@ local function abort_groups()
   for _, gid in ipairs(call('SRANDMEMBER', K .. 'ge', ABORT_PAGE)) do groups[#groups + 1] = gid end
   if #groups > 0 then
     more = 1
-    return end_groups(groups, 'run_aborted', '', true)
+    return end_groups(groups, 'run_aborted')
   end
   call('HSET', M, 'state', 'ended')
   announce('ended')

@@ -1,6 +1,6 @@
 -- verdict: the aggregator's judgement of a full group.
 -- argv: gid full_id keep|drop reason detail (member header)*
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, full STREAM, ready STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, full STREAM, ready STREAM, eval STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
 -- group: kept dropped
 -- member: -
 -- answer: ready | dropped | noop

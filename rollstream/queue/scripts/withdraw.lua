@@ -1,6 +1,6 @@
 -- withdraw: a group is not wanted any more (a user's wish), or `skip`: a row never becomes a group.
 -- argv: gid reason(withdrawn|skip)
--- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
+-- keys: m HASH, g:<gid> HASH, b:<gid> HASH, ready STREAM, eval STREAM, full STREAM, gs SET, ge SET, q ZSET, s ZSET, d ZSET, l ZSET, age ZSET, dl ZSET, cur STRING, c HASH, past STREAM, room LIST, vanished HASH
 -- group: dropped
 -- member: group_ended
 -- answer: dropped | gone | held (the trainer has it); for skip also skipped | done | wait | lost

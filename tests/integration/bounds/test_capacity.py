@@ -163,7 +163,8 @@ def test_capacity_comes_back_with_every_kind_of_end(
     bench.client.delete(f"{bench.key}room")
     ENDS[name](bench)
     assert bench.queue.depths() == {
-        "q": 0, "d": 0, "s": 0, "l": 0, "full": 0, "ready": 0, "live": 0, "delivered": 0
+        "q": 0, "d": 0, "s": 0, "l": 0, "full": 0, "ready": 0, "live": 0, "delivered": 0,
+        "eval": 0, "evaluations": 0,
     }  # fmt: skip
     assert bench.queue.wait_room(0.5), "nobody woke the producer"
     assert bench.enqueue(1, 2) == ["new", "full"]

@@ -97,8 +97,8 @@ def test_evaluations_need_no_capacity_and_take_none() -> None:
     bench.audit()
 
 
-@pytest.mark.parametrize("state", ["queued", "open", "full", "ready", "delivered"])
-@pytest.mark.parametrize("end", ["ack", "withdraw", "verdict", "abort", "deliver stale", "requeue"])
+@pytest.mark.parametrize("state", ["queued", "open", "ready", "delivered"])
+@pytest.mark.parametrize("end", ["ack", "withdraw", "verdict", "abort", "new version", "requeue"])
 def test_the_end_of_an_evaluation_is_counted_apart(state: str, end: str) -> None:
     bench = fake_bench(max_stale=0)
     bench.connect()
@@ -130,10 +130,7 @@ def _bring(bench: Bench, state: str) -> None:
     if state == "open":
         return
     bench.complete(leases)
-    if state == "full":
-        return
-    (entry,) = bench.queue.read_full("a", count=9, block_s=0)
-    assert bench.judge(entry) == "ready"
+    assert bench.queue.read_full("a", count=9, block_s=0) == []
     if state == "delivered":
         assert bench.call(calls.deliver("trainer", [E])) == ["ok"]
 
@@ -148,10 +145,12 @@ def _end(bench: Bench, end: str, state: str) -> str:
         assert answer == ("held" if state == "delivered" else "dropped")
         return "" if state == "delivered" else "dropped:withdrawn"
     if end == "verdict":
-        entries = bench.queue.read_full("a", count=9, block_s=0)
-        drops = [bench.judge(entry, DropReason.ZERO_STD) for entry in entries]
-        assert drops == (["dropped"] if state == "full" else [])
-        return "dropped:zero_std" if drops else ""
+        entries = bench.queue.read_eval(block_s=0)
+        assert [entry.group_index for entry in entries] == (
+            [] if state in ("queued", "open") else [E]
+        )
+        assert {bench.judge(entry, DropReason.ZERO_STD) for entry in entries} <= {"noop"}
+        return ""
     if end == "abort":
         bench.call(calls.abort_run())
         bench.sweep()
@@ -160,18 +159,106 @@ def _end(bench: Bench, end: str, state: str) -> str:
         assert bench.call(calls.requeue(E, 0)) == "requeued"
         return "requeued"
     bench.call(calls.set_version(3))
-    assert bench.sweep().evicted == 0, "an evaluation is never stale while it runs"
-    stale = bench.call(calls.deliver("trainer", [E])) == ["stale"]
-    assert stale == (state in ("ready", "delivered"))
-    return "dropped:stale" if stale else ""
+    assert bench.sweep().evicted == 0, "an evaluation is never stale"
+    answer = "ok" if state in ("ready", "delivered") else "gone"
+    assert bench.call(calls.deliver("trainer", [E])) == [answer]
+    return ""
 
 
 def test_a_deadline_ends_members_of_an_evaluation_like_any_other(bench: Bench) -> None:
     bench.enqueue(E, timeout_ms=1000)
     bench.lease(limit=1)
     bench.advance(1001)
-    assert bench.state(E) == "full"
+    assert bench.state(E) == "ready"
     assert bench.queue.groups([(E, 2)])[0].why == "deadline"
+    bench.audit()
+
+
+def test_an_evaluation_that_ended_is_ready_at_once_and_stays_until_its_ack(bench: Bench) -> None:
+    bench.connect()
+    bench.enqueue(E, "e:gsm8k:1", n=1)
+    bench.complete(bench.lease())
+    first, second = bench.queue.read_eval(block_s=0)
+    assert [first.group_index, second.group_index] == [E, "e:gsm8k:1"]
+    assert bench.queue.read_eval(first.message_id, block_s=0) == [second]
+    assert bench.queue.read_eval(second.message_id, block_s=0) == []
+    assert bench.queue.read_eval(count=1, block_s=0) == [first], "a new reader finds it again"
+    assert bench.queue.read_ready(count=9, block_s=0) == []
+    delivery = bench.queue.deliver_and_fetch("trainer", [first, second])
+    assert delivery.answers == ["ok", "ok"]
+    assert [group.bodies for group in delivery.groups if group] == [[b"body"], [b"body"]]
+    assert bench.ack(E) == ["acked"]
+    assert bench.queue.read_eval(block_s=0) == [second]
+    assert bench.queue.depths()["eval"] == 1
+    bench.audit()
+
+
+def test_an_entry_of_eval_that_is_none_of_ours_is_passed(bench: Bench) -> None:
+    bench.client.xadd(f"{bench.key}eval", {"x": "y"})
+    bench.enqueue(E, n=1)
+    bench.complete(bench.lease())
+    foreign, ours = bench.queue.read_eval(block_s=0)
+    assert (foreign.group_index, ours.group_index) == ("", E)
+    assert bench.queue.read_eval(foreign.message_id, block_s=0) == [ours]
+
+
+LEASE_MS = 15_000
+
+
+@pytest.mark.parametrize("state", ["open", "ready", "delivered"])
+def test_an_evaluation_that_nobody_acks_is_forgotten_a_lease_after_its_deadline(
+    bench: Bench, state: str
+) -> None:
+    bench.connect()
+    bench.enqueue(E, timeout_ms=20_000)
+    leases = bench.lease()
+    if state == "open":
+        bench.complete(leases[:1])
+    else:
+        bench.complete(leases)
+        if state == "delivered":
+            assert bench.deliver(E) == ["ok"]
+    bench.advance(20_000 + LEASE_MS - 200)
+    assert bench.state(E) == ("delivered" if state == "delivered" else "ready")
+    assert len(bench.queue.read_eval(block_s=0)) == 1
+    bench.audit()
+    bench.advance(LEASE_MS)
+    assert bench.state(E) is None
+    assert bench.queue.read_eval(block_s=0) == []
+    assert bench.counters()["e.dropped:deadline"] == 1
+    assert bench.queue.past()[0]["detail"] == "nobody acked the evaluation"
+    assert bench.client.zcard(f"{bench.key}dl") == 0
+    bench.audit()
+
+
+def test_an_evaluation_without_a_deadline_stays_until_somebody_acks_it(bench: Bench) -> None:
+    bench.enqueue(E)
+    bench.complete(bench.lease())
+    bench.advance(20 * LEASE_MS)
+    assert bench.state(E) == "ready"
+    bench.audit()
+
+
+def test_a_deadline_of_an_evaluation_stands_still_while_the_run_is_paused(bench: Bench) -> None:
+    bench.enqueue(E, timeout_ms=1000)
+    bench.complete(bench.lease())
+    bench.call(calls.pause())
+    bench.advance(10 * LEASE_MS)
+    assert bench.state(E) == "ready"
+    bench.call(calls.resume())
+    bench.advance(1001 + LEASE_MS)
+    assert bench.state(E) is None
+
+
+def test_an_evaluation_that_begins_anew_has_no_entry_and_no_deadline(bench: Bench) -> None:
+    bench.enqueue(E, timeout_ms=1000)
+    bench.complete(bench.lease())
+    assert bench.call(calls.requeue(E, 0)) == "requeued"
+    assert bench.queue.read_eval(block_s=0) == []
+    assert bench.client.zcard(f"{bench.key}dl") == 0
+    bench.audit()
+    bench.complete(bench.lease())
+    assert [entry.group_index for entry in bench.queue.read_eval(block_s=0)] == [E]
     bench.audit()
 
 

@@ -156,6 +156,13 @@ def _retire(bench: Bench) -> ScriptCall[Any]:
     return calls.retire("trainer", "0", DropReason.SEEN)
 
 
+def _retire_anew(bench: Bench) -> ScriptCall[Any]:
+    bench.call(calls.set_budget("on_stale", "requeue"))
+    bench.connect()
+    bench.bring(0, "delivered")
+    return calls.retire("trainer", "0", DropReason.STALE)
+
+
 def _withdraw(bench: Bench) -> ScriptCall[Any]:
     bench.enqueue(0)
     return calls.withdraw("0")
@@ -239,6 +246,7 @@ CASES: dict[str, Case] = {
     "deliver, stale": Case(_deliver_stale, ["stale"], ["gone"]),
     "ack": Case(_ack, ["acked", "acked", "lost"], ["done", "done", "done"]),
     "retire": Case(_retire, "dropped", "gone"),
+    "retire, stale and begun anew": Case(_retire_anew, "requeued", "gone"),
     "withdraw": Case(_withdraw, "dropped", "gone"),
     "withdraw, held": Case(_held, "held"),
     "withdraw, skip": Case(lambda _: calls.skip(5), "skipped", "done"),

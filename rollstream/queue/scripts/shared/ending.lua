@@ -51,7 +51,7 @@ local function take_out_traces(gid)
       first = first + #ids - #found
     until #ids < CHUNK
   end
-  for stream, consumers in pairs({full = 'aggregators', ready = 'trainer'}) do
+  for stream, consumers in pairs({full = 'aggregators', ready = 'trainer', eval = false}) do
     for _, entry in ipairs(call('XRANGE', K .. stream, '-', '+')) do
       for j = 1, #entry[2], 2 do
         if entry[2][j] == 'g' and entry[2][j + 1] == gid then
@@ -63,19 +63,21 @@ local function take_out_traces(gid)
 end
 
 -- What a group is taken out of, and where that is counted.
-local PLACES = ' q s d l full ready age dl c vanished'
+local PLACES = ' q s d l full ready eval age dl c vanished'
 -- By the group's state; whoever ends one without a hash looks everywhere.
-local PLACES_OF = {open = 'q s d l age dl', full = 'full age', ready = 'ready age',
-                   delivered = 'ready'}
+local PLACES_OF = {open = 'q s d l age dl', full = 'full age', ready = 'ready eval age dl',
+                   delivered = 'ready eval dl'}
 local are_ours = {} -- what was checked already: most calls end many groups alike
 
 -- Takes a live group from everywhere that refers to it, but for the set of live groups.
 local function take_out_group(gid, g, row, no_traces)
-  local delivered = row.state == 'delivered'
+  local delivered, evaluation = row.state == 'delivered', is_evaluation(gid)
   if row.state == 'open' then
     take_out_members(gid, g, tonumber(row.n))
   elseif row.state == 'full' then
     remove_entry('full', 'aggregators', row.full_id)
+  elseif row.state and evaluation then
+    remove_entry('eval', nil, row.ready_id)
   elseif row.state then
     remove_entry('ready', 'trainer', row.ready_id)
   else
@@ -85,11 +87,11 @@ local function take_out_group(gid, g, row, no_traces)
   end
   if not delivered then
     call('ZREM', K .. 'age', gid)
-  elseif not is_evaluation(gid) then
+  elseif not evaluation then
     call('HINCRBY', M, 'delivered', -1)
   end
-  -- Whatever made it full has taken it from there.
-  if row.state == 'open' or not row.state then call('ZREM', K .. 'dl', gid) end
+  -- Whatever made it full has taken it from there, but for an evaluation.
+  if row.state == 'open' or not row.state or evaluation then call('ZREM', K .. 'dl', gid) end
 end
 
 local function live_set(gid) return K .. (is_evaluation(gid) and 'ge' or 'gs') end

@@ -6,8 +6,9 @@
 -- uses: ending control streams damage
 -- gives: look
 local LOOK_BUDGET, LOOK_PAGE = 256, 64 -- groups, entries and members a sweep; a page of them
-local NEXT_STAGE = {gs = 'ge', ge = 'full', full = 'ready', ready = 'l', l = 'q', q = 's', s = 'd',
-                    d = 'vanished'}
+local NEXT_STAGE = {gs = 'ge', ge = 'full', full = 'ready', ready = 'eval', eval = 'l', l = 'q',
+                    q = 's', s = 'd', d = 'vanished'}
+local CONSUMERS = {full = 'aggregators', ready = 'trainer'} -- of `eval` there are none
 local num_vanished, scan_again = 0, false
 
 local function end_vanished(gid, detail, no_traces)
@@ -59,7 +60,7 @@ end
 
 local function restore_entry(gid, g, n, stream, field, message)
   if message and #call('XRANGE', K .. stream, message, message) == 1 then
-    if stream == 'ready' or not is_forgotten(message) then return end
+    if stream ~= 'full' or not is_forgotten(message) then return end
     call('XDEL', K .. stream, message)
   end
   call('HSET', g, field, call('XADD', K .. stream, '*', 'g', gid, 'n', n))
@@ -86,7 +87,8 @@ local function look_at_group(gid)
   if row.state == 'full' then
     restore_entry(gid, g, n, 'full', 'full_id', row.full_id)
   elseif row.state ~= 'open' then
-    restore_entry(gid, g, n, 'ready', 'ready_id', row.ready_id)
+    local stream = is_evaluation(gid) and 'eval' or 'ready'
+    restore_entry(gid, g, n, stream, 'ready_id', row.ready_id)
   end
   return 0
 end
@@ -110,12 +112,12 @@ local function look_at_entries(stream, cursor)
     end
     cursor = entry[1]
     if gid then -- an entry that names no group is not ours
-      local field = stream .. '_id'
+      local field = stream == 'full' and 'full_id' or 'ready_id'
       local row = read_group(group_key(gid), 'state', field)
-      local fits = row.state == stream or (stream == 'ready' and row.state == 'delivered')
-      if not fits or row[field] ~= cursor then
-        remove_entry(stream, stream == 'full' and 'aggregators' or 'trainer', cursor)
-      end
+      local is_kept = row.state == 'ready' or row.state == 'delivered'
+      local fits = (stream == 'full' and row.state == 'full')
+        or (stream ~= 'full' and is_kept and (stream == 'eval') == is_evaluation(gid))
+      if not fits or row[field] ~= cursor then remove_entry(stream, CONSUMERS[stream], cursor) end
     end
   end
   return #entries == LOOK_PAGE and cursor or nil, #entries
@@ -148,9 +150,9 @@ end
 
 local function look_at_page(stage, cursor)
   if stage == 'gs' or stage == 'ge' then return look_at_groups(stage, cursor) end
-  if stage == 'full' or stage == 'ready' then return look_at_entries(stage, cursor) end
   if stage == 'vanished' then return end_all_vanished() end
-  return look_at_members(stage, cursor)
+  if string.match(' l q s d ', ' ' .. stage .. ' ') then return look_at_members(stage, cursor) end
+  return look_at_entries(stage, cursor)
 end
 
 -- Does some pages of the walk, which begins anew where there is none; returns whether it is not at its
