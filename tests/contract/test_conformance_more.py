@@ -49,6 +49,9 @@ async def test_1_the_request_has_the_references_keys_and_four_of_ours(
     assert body["sampling_params"] == {
         "max_new_tokens": 16, "temperature": 0.7, "sampling_seed": call_seed(RUN_SEED, 3, 0, 0),
         "skip_special_tokens": False, "spaces_between_special_tokens": False, "no_stop_trim": True,
+        # What a server would fill in from its own preferences is said, too.
+        "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }  # fmt: skip
 
 

@@ -95,18 +95,19 @@ def checked_ids(plain: list[int], max_token_id: int, engine: str) -> TokenIds:
 
 
 def checked_log_probs(
-    given: Sequence[float | None], engine: str, *, lowest: float = _LOWEST
+    given: Sequence[float | None], engine: str, *, above: float = float("-inf")
 ) -> LogProbs:
     """Return the log-probs, parsed as float64 and cast once: bit-equal to the engine's float32.
 
     Args:
         given: as the reply has them.
         engine: for messages.
-        lowest: none may be below it.
+        above: what all of them exceed, where an engine has a word for "no log-prob".
 
     Shape: [C] float32.
     """
     exact = np.array(given, dtype=np.float64)
+    lowest = max(_LOWEST, np.nextafter(above, 0.0))
     if len(exact) and not (exact.min() >= lowest and exact.max() <= LOGPROB_EPSILON):
         at = int(np.argmin((exact >= lowest) & (exact <= LOGPROB_EPSILON)))
         raise fault(Detail.BAD_LOGPROB, f"{engine}: log-prob {at} is {given[at]}")

@@ -14,12 +14,14 @@ from rollstream.errors import ConfigError
 from .client import EngineClient
 from .http_base import ClientOptions
 from .sglang import SglangClient
+from .vllm import VllmClient
 
 if TYPE_CHECKING:
     from httpx_aiohttp import AiohttpTransport
 
 _CLIENTS: dict[str, Callable[[str, AiohttpTransport, ClientOptions], EngineClient]] = {
     "sglang": SglangClient,
+    "vllm": VllmClient,
     "hf": SglangClient,
     "sim": SglangClient,
 }
@@ -37,7 +39,7 @@ def new_client(
         options: what they have in common.
 
     Raises:
-        ConfigError: an unknown kind, or no URL.
+        ConfigError: an unknown kind, no URL, or an option that the protocol has no words for.
     """
     make = _CLIENTS.get(kind)
     if make is None:

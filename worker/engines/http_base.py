@@ -199,8 +199,8 @@ class HttpClient(ABC):
         """Return the request's body in front of the ids."""
 
     @abstractmethod
-    def _routing(self, routing_key: str) -> dict[str, str]:
-        """Return the headers by which a router keeps calls together."""
+    def _headers(self, sent: Sent, routing_key: str) -> dict[str, str]:
+        """Return the protocol's own headers: routers keep calls together by one."""
 
     @abstractmethod
     def _read(self, status: int, raw: bytes, sent: Sent) -> Completion:
@@ -258,7 +258,7 @@ class HttpClient(ABC):
             self._asked(prompt),
         )
         head = self._head(sampling, sent, routing_key=routing_key, salt=salt)
-        request, body = self._request(head, prompt, routing_key)
+        request, body = self._request(head, prompt, sent, routing_key)
         witness = prompt.witness
         if self._wire_log is not None:
             await self._wire_log.keep(rid, "req", body_bytes(head, prompt))
@@ -301,12 +301,12 @@ class HttpClient(ABC):
         return Asked(self._options.replay, prompt.replay_start)
 
     def _request(
-        self, head: bytes, prompt: RequestIds, routing_key: str
+        self, head: bytes, prompt: RequestIds, sent: Sent, routing_key: str
     ) -> tuple[httpx.Request, _Body]:
         headers = {
             "content-type": "application/json",
             "content-length": str(body_length(head, prompt.pieces)),
-            **self._routing(routing_key),
+            **self._headers(sent, routing_key),
         }
         body = _Body(head, prompt.pieces)
         request = httpx.Request(

@@ -2,22 +2,26 @@
 
 Owns the shape of a row, where it comes from (settings, or the model's config.json), and the one
 decoder. Never asks anything itself, never keeps a row. Invariant: rows that leave here are as many
-as the positions that were fed in from `replay_start` on, and their bytes are exactly the engine's;
-bytes of any other number are an `EngineFault`, never cut or padded.
+as the positions that were fed in from their first on, and their bytes and dtype are exactly the
+engine's; bytes of any other number are an `EngineFault`, never cut or padded.
 
 Axes: P prompt tokens of one request, C sampled tokens of its reply.
 """
 
 from __future__ import annotations
 
+import binascii
+import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rollstream.errors import ConfigError
 
@@ -145,10 +149,10 @@ class ReplayFields(msgspec.Struct, gc=False):
 def read_experts(
     given: msgspec.Raw, asked: Asked | None, *, num_fed: int, finish: Finish, engine: str
 ) -> Replay | None:
-    """Return the routed experts of a reply; the server cut them at `asked.start` itself.
+    """Return the routed experts of an SGLang reply; the server cut them at `asked.start` itself.
 
     Args:
-        given: `meta_info.routed_experts`.
+        given: `meta_info.routed_experts`: base64 of raw int32.
         asked: None: not asked for, and ignored.
         num_fed: P + C - 1: the last sampled token was never fed in.
         finish: an abort before a forward pass brings none.
@@ -164,14 +168,84 @@ def read_experts(
     if raw is None:
         return None
     rows = _rows(raw, num_rows, asked.shape.experts, "routed_experts", engine)
-    # -1 throughout is our word for a row that nobody brought; one look at a column is cheap.
-    for place in np.flatnonzero(rows[:, -1, -1] < 0):
+    _check_known(rows, asked.start, engine)
+    return Replay(asked.start, rows)
+
+
+def read_experts_npy(
+    given: msgspec.Raw, asked: Asked | None, *, num_fed: int, finish: Finish, engine: str
+) -> Replay | None:
+    """Return the routed experts of a vLLM reply, in the dtype in which they are served.
+
+    Args:
+        given: `choices[0].routed_experts`: base64 of an `.npy` file.
+        asked: as for `read_experts`. Servers that know no `routed_experts_prompt_start` send all
+            rows, which are as good.
+        num_fed: P + C - 1.
+        finish: an abort before a forward pass brings none.
+        engine: for messages.
+
+    Raises:
+        EngineFault: `replay_mismatch`: none at all, no `.npy`, or rows of another number or shape.
+    """
+    if asked is None or asked.shape.experts is None:
+        return None
+    num_rows = max(0, num_fed - asked.start)
+    raw = _bytes_of(given, "routed_experts", finish, num_rows, engine)
+    if raw is None:
+        return None
+    shape = asked.shape.experts
+    if not raw:  # no rows are missing
+        return Replay(asked.start, np.empty((0, shape.layers, shape.top_k), np.int32))
+    rows = _read_npy(raw, engine)
+    wanted = (shape.layers, shape.top_k)
+    if rows.ndim != 3 or rows.shape[1:] != wanted or len(rows) not in (num_rows, max(0, num_fed)):
+        raise fault(
+            Detail.REPLAY_MISMATCH,
+            f"{engine}: routed_experts is of shape {rows.shape}, expected {(num_rows, *wanted)}; "
+            "are engine.replay_layers and engine.replay_top_k those of the model?",
+        )
+    start = asked.start if len(rows) == num_rows else 0
+    _check_known(rows, start, engine)
+    return Replay(start, rows)
+
+
+def _check_known(rows: npt.NDArray[Any], start: int, engine: str) -> None:
+    """Refuse rows that name no expert: -1 throughout is our word for a row that nobody brought."""
+    if rows.dtype.kind == "u":
+        return
+    for place in np.flatnonzero(rows[:, -1, -1] < 0):  # one look at a column is cheap
         if (rows[place] < 0).all():
             raise fault(
                 Detail.REPLAY_MISMATCH,
-                f"{engine}: routed_experts has no expert for token {asked.start + int(place)}",
+                f"{engine}: routed_experts has no expert for token {start + int(place)}",
             )
-    return Replay(asked.start, rows)
+
+
+def _read_npy(raw: bytes, engine: str) -> npt.NDArray[Any]:
+    """Return the array of an `.npy` file as a view of its bytes; objects are never unpickled."""
+    file = io.BytesIO(raw)
+    try:
+        read_header = _NPY_HEADERS[np.lib.format.read_magic(file)]
+        shape, is_fortran, dtype = read_header(file)
+        if dtype not in _SERVED:
+            raise ValueError(f"{dtype} is none of {', '.join(map(str, _SERVED))}")
+        start = file.tell()
+        if len(raw) - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(raw) - start} bytes for {dtype} of shape {shape}")
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise fault(
+            Detail.REPLAY_MISMATCH, f"{engine}: routed_experts is not an .npy of numbers: {error}"
+        ) from None
+    return np.frombuffer(raw, dtype, offset=start).reshape(shape, order="F" if is_fortran else "C")
+
+
+_NPY_HEADERS: dict[tuple[int, int], Callable[[io.BytesIO], tuple[tuple[int, ...], bool, Any]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+_SERVED = tuple(np.dtype(kind) for kind in ("<u1", "<u2", "<i4"))
+"""What vLLM serves: the narrowest that holds the number of experts."""
 
 
 def read_indexer(
@@ -198,11 +272,11 @@ def read_indexer(
 def _bytes_of(
     given: msgspec.Raw, name: str, finish: Finish, num_rows: int, engine: str
 ) -> bytes | None:
-    text = bytes(given)
-    if text and text != b"null":
+    text = memoryview(given)
+    if len(text) and bytes(text[:4]) != b"null":
         try:
-            return msgspec.json.decode(text, type=bytes)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _decode_base64(text)
+        except (ValueError, msgspec.DecodeError) as error:
             raise fault(Detail.REPLAY_MISMATCH, f"{engine}: {name}: {error}") from None
     if finish is Finish.ABORT:
         return None
@@ -213,6 +287,19 @@ def _bytes_of(
         f"{engine}: no {name} for {num_rows} rows; was the server started with "
         f"--enable-return-{name.replace('_', '-')}?",
     )
+
+
+def _decode_base64(text: memoryview) -> bytes:
+    """Return the bytes of a JSON text of base64, straight from where it lies in the reply.
+
+    Only a writer that escapes slashes makes it go through a JSON decoder a second time.
+    """
+    if bytes(text[:1]) != b'"':
+        raise ValueError("it is no text")
+    try:
+        return binascii.a2b_base64(text[1:-1], strict_mode=True)
+    except binascii.Error:
+        return msgspec.json.decode(text, type=bytes)
 
 
 def _rows(raw: bytes, num_rows: int, shape: RowShape, name: str, engine: str) -> Any:

@@ -9,8 +9,10 @@ key that SGLang would refuse is ever sent.
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -24,21 +26,19 @@ from .replay import Asked
 ROUTING_HEADER = "x-smg-routing-key"
 """Read by SGLang's router (policies manual and consistent_hashing)."""
 
-_SGLANG_DEFAULTS: dict[str, Any] = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "stop": (),
-    "stop_token_ids": (),
-    "json_schema": "",
-    "regex": "",
-    "ebnf": "",
-}
-"""Sent only where they differ; `temperature` and `max_new_tokens` (default 128 there) always."""
+_ALWAYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+"""What shapes the distribution is never left to the server, whose --preferred-sampling-params fill
+in what a request does not say; likewise `max_new_tokens` (default 128 there)."""
+_WHERE_SET = ("min_new_tokens", "stop", "stop_token_ids", "json_schema", "regex", "ebnf")
+"""Sent only where they ask for something."""
 _FIXED: dict[str, Any] = {
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
@@ -54,12 +54,30 @@ def new_rid() -> str:
     return os.urandom(16).hex()
 
 
+class Prefixes:
+    """What requests of the same parameters have in common, encoded once."""
+
+    def __init__(self, encode: Callable[[Sampling], bytes]) -> None:
+        self._encode = encode
+        self._known: dict[tuple[Any, ...], bytes] = {}
+
+    def of(self, sampling: Sampling) -> bytes:
+        """Return the bytes of everything but the budget and the seed, which differ by call."""
+        key = _key_of(sampling)
+        prefix = self._known.get(key)
+        if prefix is None:
+            if len(self._known) >= _MAX_PREFIXES:
+                self._known.clear()
+            prefix = self._known[key] = self._encode(sampling)
+        return prefix
+
+
 class RequestWriter:
     """Writes heads of requests; what a group's calls have in common is encoded once."""
 
     def __init__(self, *, lora_path: str = "") -> None:
         """`lora_path` is the adapter of every request; empty asks in the bytes without one."""
-        self._prefixes: dict[tuple[Any, ...], bytes] = {}
+        self._prefixes = Prefixes(_encode_prefix)
         self._adapter = b""
         if lora_path:
             self._adapter = b',"lora_path":' + _ENCODER.encode(lora_path)
@@ -84,7 +102,7 @@ class RequestWriter:
         """
         extra = b"" if salt == UNKNOWN_VERSION else b',"extra_key":"v%d"' % salt
         return b'%b"max_new_tokens":%d,"sampling_seed":%d}%b"stream":false,"rid":"%b",' % (
-            self._prefix(sampling),
+            self._prefixes.of(sampling),
             sampling.max_new_tokens,
             sampling.seed,
             _FLAGS if replay is None else _replay_flags(replay),
@@ -95,41 +113,17 @@ class RequestWriter:
             self._adapter,
         )
 
-    def _prefix(self, sampling: Sampling) -> bytes:
-        key = (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.top_k,
-            sampling.min_p,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-            sampling.repetition_penalty,
-            sampling.min_new_tokens,
-            sampling.stop,
-            sampling.stop_token_ids,
-            sampling.logit_bias,
-            sampling.json_schema,
-            sampling.regex,
-            sampling.ebnf,
-        )
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            if len(self._prefixes) >= _MAX_PREFIXES:
-                self._prefixes.clear()
-            prefix = self._prefixes[key] = _encode_prefix(sampling)
-        return prefix
-
 
 _MAX_PREFIXES = 1024
 """Prompts may carry sampling parameters of their own; the cache stays bounded whatever they do."""
+_key_of = operator.attrgetter(
+    *(f.name for f in fields(Sampling) if f.name not in ("max_new_tokens", "seed"))
+)
 
 
 def _encode_prefix(sampling: Sampling) -> bytes:
-    words: dict[str, Any] = {"temperature": sampling.temperature}
-    for name, default in _SGLANG_DEFAULTS.items():
-        value = getattr(sampling, name)
-        if value != default:
-            words[name] = value
+    words: dict[str, Any] = {name: getattr(sampling, name) for name in _ALWAYS}
+    words |= {name: value for name in _WHERE_SET if (value := getattr(sampling, name))}
     if sampling.logit_bias:
         words["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     return b'{"sampling_params":' + _ENCODER.encode({**words, **_FIXED})[:-1] + b","

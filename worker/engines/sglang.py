@@ -44,7 +44,7 @@ class SglangClient(HttpClient):
             sampling, rid=sent.rid, routing_key=routing_key, salt=salt, replay=sent.replay
         )
 
-    def _routing(self, routing_key: str) -> dict[str, str]:
+    def _headers(self, sent: Sent, routing_key: str) -> dict[str, str]:
         return {ROUTING_HEADER: header_value(routing_key)}
 
     def _read(self, status: int, raw: bytes, sent: Sent) -> Completion:

@@ -84,6 +84,12 @@ async def test_client_sends_one_request_with_the_keys_of_the_protocol() -> None:
         "input_ids": [3838, 374, 220, 16, 10, 22, 30],
         "sampling_params": {
             "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
             "max_new_tokens": 16,
             "sampling_seed": 5,
             "skip_special_tokens": False,

@@ -128,9 +128,11 @@ def body_of(asked: Asked | None) -> bytes:
     return body_bytes(head, RequestIds([b"1,2"], 2, None if asked is None else asked.start))
 
 
-def test_11_a_request_without_replay_has_the_bytes_that_it_always_had() -> None:
+def test_11_a_request_without_replay_has_no_word_of_it() -> None:
     assert body_of(None) == (
-        b'{"sampling_params":{"temperature":1.0,"skip_special_tokens":false,'
+        b'{"sampling_params":{"temperature":1.0,"top_p":1.0,"top_k":-1,"min_p":0.0,'
+        b'"frequency_penalty":0.0,"presence_penalty":0.0,"repetition_penalty":1.0,'
+        b'"skip_special_tokens":false,'
         b'"spaces_between_special_tokens":false,"no_stop_trim":true,"max_new_tokens":1024,'
         b'"sampling_seed":5},"return_logprob":true,"return_routed_experts":false,'
         b'"return_indexer_topk":false,"stream":false,"rid":"r","routing_key":"k",'

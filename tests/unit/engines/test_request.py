@@ -22,7 +22,9 @@ def test_request_bytes_are_golden() -> None:
         salt=3,
     )
     assert body_bytes(head, PROMPT) == (
-        b'{"sampling_params":{"temperature":0.7,"skip_special_tokens":false,'
+        b'{"sampling_params":{"temperature":0.7,"top_p":1.0,"top_k":-1,"min_p":0.0,'
+        b'"frequency_penalty":0.0,"presence_penalty":0.0,"repetition_penalty":1.0,'
+        b'"skip_special_tokens":false,'
         b'"spaces_between_special_tokens":false,"no_stop_trim":true,"max_new_tokens":16,'
         b'"sampling_seed":5},"return_logprob":true,"return_routed_experts":false,'
         b'"return_indexer_topk":false,"stream":false,"rid":"0123456789abcdef0123456789abcdef",'
@@ -30,7 +32,7 @@ def test_request_bytes_are_golden() -> None:
     )
 
 
-def test_request_carries_what_differs_from_the_engines_defaults_and_nothing_else() -> None:
+def test_request_says_all_that_shapes_the_distribution_and_leaves_out_what_asks_nothing() -> None:
     sampling = Sampling(
         temperature=1.0,
         max_new_tokens=128,
@@ -95,7 +97,7 @@ def test_request_prefix_cache_is_bounded_when_every_prompt_has_parameters_of_its
     writer = RequestWriter()
     for i in range(3000):
         writer.head(Sampling(temperature=1.0 + i / 1e4), rid="r", routing_key="g")
-    assert len(writer._prefixes) <= 1024
+    assert len(writer._prefixes._known) <= 1024
 
 
 @pytest.mark.parametrize(
