@@ -21,7 +21,7 @@ import pytest
 from examples.devserver import die_with_parent
 from tests.vocabulary_once import tokenizer_of
 from worker.engines.pool import EnginePool, RetryPolicy
-from worker.engines.sim.faults import Fault, FaultConfig, FaultDice
+from worker.engines.sim.faults import NAMED, Fault, FaultConfig, FaultDice
 from worker.engines.sim.http import port_of, serve
 from worker.engines.sim.policy import Policy
 from worker.engines.sim.server import SimEngine
@@ -55,7 +55,7 @@ class Running:
     def __init__(self, engine: SimEngine, url: str, pool: EnginePool, prompt: list[int]) -> None:
         self.engine, self.url, self.pool, self.prompt = engine, url, pool, prompt
         self.now_s = 0.0
-        engine._clock = lambda: self.now_s
+        engine.core.clock = lambda: self.now_s
 
     async def ask(
         self, seed: int, *, prompt: list[int] | None = None, version: int = 0, **changes: Any
@@ -70,10 +70,10 @@ class Running:
             return await client.post(self.url + path, json=body or {})
 
     async def flying(self, num: int) -> None:
-        await wait_until(lambda: len(self.engine._flights) == num)
+        await wait_until(lambda: len(self.engine.core.flights) == num)
 
     async def held(self, num: int) -> None:
-        await wait_until(lambda: len(self.engine._held) == num)
+        await wait_until(lambda: len(self.engine.sglang.held) == num)
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +154,7 @@ async def test_abort_reaches_requests_by_prefix_and_an_empty_rid_reaches_none(
         await sim.flying(0)  # a client that left is forgotten
 
 
-@pytest.mark.parametrize("fault", [f for f in Fault if f not in (Fault.RESET, Fault.UNAVAILABLE)])
+@pytest.mark.parametrize("fault", [f for f in NAMED if f not in (Fault.RESET, Fault.UNAVAILABLE)])
 async def test_fault_changes_only_where_a_reply_ends(
     policy: Policy, prompt: list[int], fault: Fault
 ) -> None:
@@ -199,7 +199,7 @@ async def test_faults_of_every_kind_leave_the_pool_with_exact_tokens_only(
         got = await asyncio.gather(*(sim.ask(seed) for seed in range(150)))
         seen = sim.engine.counts
         assert all(
-            seen[kind.value] > 0 for kind in Fault if kind.value not in ("slow", "version_change")
+            seen[kind.value] > 0 for kind in NAMED if kind.value not in ("slow", "version_change")
         )
     for seed, completion in enumerate(got):
         sampling = Sampling(seed=seed, max_new_tokens=4096).to_dict()

@@ -1,16 +1,19 @@
 """What goes wrong on purpose, and how long a reply takes: draws from one seeded generator.
 
-Owns rates, latencies and their order. Never touches what the policy says: a fault ends a reply
-early, spoils its frame, or keeps it from arriving. Invariant: the tokens of every reply are a
-prefix of what `Policy.expected` gives.
+Owns rates, latencies, their order, and the orders of tests (`next`). Never touches what the policy
+says: a fault ends a reply early, spoils its frame (`damage` does that), or keeps it from arriving.
+Invariant: the tokens of a reply that a client may believe are a prefix of what `Policy.expected`
+gives.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, fields
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 from rollstream.errors import ConfigError
 
@@ -27,10 +30,90 @@ class Fault(StrEnum):
     NAN = "nan"
     NO_END = "no_end"
     VERSION_CHANGE = "version_change"
+    # Answered at once, with that HTTP status.
+    OVERFLOW = "overflow"
+    HTTP_400 = "400"
+    HTTP_404 = "404"
+    HTTP_408 = "408"
+    HTTP_429 = "429"
+    HTTP_500 = "500"
+    QUEUE_FULL = "queue_full"
+    # Instead of an answer.
+    HANG = "hang"
+    HALF_BODY = "half_body"
+    NOT_JSON = "not_json"
+    # An answer of which one thing is wrong.
+    ABORT_503 = "abort_503"
+    ABORT_EMPTY = "abort_empty"
+    NO_FINISH = "no_finish"
+    UNKNOWN_FINISH = "unknown_finish"
+    LOGPROBS_MISSING = "logprobs_missing"
+    LOGPROBS_SHORT = "logprobs_short"
+    LOGPROBS_LONG = "logprobs_long"
+    LOGPROB_NULL = "logprob_null"
+    LOGPROB_POSITIVE = "logprob_positive"
+    LOGPROB_NAN = "logprob_nan"
+    LOGPROB_LOWEST = "logprob_lowest"
+    OTHER_IDS = "other_ids"
+    BAD_TOKEN = "bad_token"
+    NEGATIVE_TOKEN = "negative_token"
+    TOO_MANY = "too_many"
+    COMPLETION_TOKENS = "completion_tokens"
+    PROMPT_CUT = "prompt_cut"
+    OTHER_RID = "other_rid"
+    SPANS_GAP = "spans_gap"
+    SPANS_OVERLAP = "spans_overlap"
+    SPANS_SHORT = "spans_short"
+    NO_VERSION = "no_version"
+    EXPERTS_MISSING = "experts_missing"
+    EXPERTS_SHORT = "experts_short"
+    EXPERTS_GARBAGE = "experts_garbage"
 
 
-CUTS = frozenset({Fault.LENGTH, Fault.ABORT, Fault.ABORT_CODE, Fault.NAN})
+CUTS = frozenset({Fault.LENGTH, Fault.ABORT, Fault.ABORT_CODE, Fault.NAN, Fault.ABORT_503})
 """Faults that end a reply somewhere before its end."""
+STATUSES: Mapping[Fault, int] = {
+    Fault.UNAVAILABLE: 503,
+    Fault.OVERFLOW: 400,
+    Fault.HTTP_400: 400,
+    Fault.HTTP_404: 404,
+    Fault.HTTP_408: 408,
+    Fault.HTTP_429: 429,
+    Fault.HTTP_500: 500,
+    Fault.QUEUE_FULL: 503,
+}
+"""Faults that are an HTTP status at once, before anything is sampled."""
+NEED_TOKENS = frozenset(
+    {
+        Fault.LOGPROBS_MISSING,
+        Fault.LOGPROBS_SHORT,
+        Fault.LOGPROB_NULL,
+        Fault.LOGPROB_POSITIVE,
+        Fault.LOGPROB_NAN,
+        Fault.LOGPROB_LOWEST,
+        Fault.OTHER_IDS,
+        Fault.BAD_TOKEN,
+        Fault.NEGATIVE_TOKEN,
+        Fault.SPANS_GAP,
+        Fault.SPANS_OVERLAP,
+        Fault.SPANS_SHORT,
+    }
+)
+"""Faults that cannot happen to a reply without tokens."""
+NAMED: Mapping[Fault, str] = {
+    Fault.UNAVAILABLE: "unavailable",
+    Fault.RESET: "reset",
+    Fault.SLOW: "slow",
+    Fault.LENGTH: "length",
+    Fault.ABORT: "abort",
+    Fault.ABORT_CODE: "abort_code",
+    Fault.NAN: "nan",
+    Fault.NO_END: "no_end",
+    Fault.VERSION_CHANGE: "version_change",
+}
+"""Faults that have a field of `FaultConfig` of their own."""
+
+FaultName: TypeAlias = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +137,7 @@ class FaultConfig:
     no_end: float = 0.0
     """Finish `stop` without the end token."""
     version_change: float = 0.0
-    """The first tokens are reported as of the version before (from version 1 on)."""
+    """The first tokens are sampled and reported as of the version before (from version 1 on)."""
     slow_factor: float = 20.0
     latency_median_s: float = 0.05
     latency_sigma: float = 0.5
@@ -62,11 +145,13 @@ class FaultConfig:
     token_s: float = 0.0005
     """And per token."""
     seed: int = 0
+    others: Mapping[FaultName, float] = field(default_factory=dict)
+    """Shares of the faults without a field here, by their names in `Fault`."""
 
     def rates(self) -> dict[Fault, float]:
         """Return the share of each fault."""
-        names = [field.name for field in fields(self)][: len(Fault)]
-        return {kind: getattr(self, name) for kind, name in zip(Fault, names, strict=True)}
+        own = {kind: getattr(self, name) for kind, name in NAMED.items()}
+        return own | {Fault(name): share for name, share in self.others.items()}
 
     def check(self) -> None:
         """Raise where the numbers make no sense.
@@ -74,6 +159,9 @@ class FaultConfig:
         Raises:
             ConfigError: naming the value.
         """
+        for name in self.others:
+            if name not in set(Fault):
+                raise ConfigError(f"{name!r} is no fault; there are {', '.join(Fault)}")
         for kind, rate in self.rates().items():
             if not 0.0 <= rate <= 1.0:
                 raise ConfigError(f"--fault-{kind.value.replace('_', '-')} {rate}: give 0 to 1")
@@ -87,6 +175,15 @@ class FaultConfig:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a test wants of one request."""
+
+    fault: Fault | None
+    after: int | None = None
+    """Where a reply that the fault ends early has its end, in tokens; None draws one."""
+
+
 class FaultDice:
     """Draws one fault or none, a latency and a cut for each request, in order of arrival."""
 
@@ -95,9 +192,19 @@ class FaultDice:
         self._config = config
         self._random = random.Random(config.seed)
         self._rates = [(kind, rate) for kind, rate in config.rates().items() if rate > 0.0]
+        self._orders: deque[Order] = deque()
+
+    def order(self, orders: Sequence[Order]) -> int:
+        """Say what happens to the next requests, before any draw; return how many that are."""
+        self._orders.extend(orders)
+        return len(self._orders)
+
+    def next(self) -> Order:
+        """Return what happens to the next request: an order where there is one, else a draw."""
+        return self._orders.popleft() if self._orders else Order(self.fault())
 
     def fault(self) -> Fault | None:
-        """Return what happens to the next request."""
+        """Return what the dice say for the next request."""
         unit = self._random.random()
         for kind, rate in self._rates:
             if unit < rate:

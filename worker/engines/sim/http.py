@@ -2,7 +2,8 @@
 
 Owns parsing and connections. Never knows what is served: a handler gets an `Exchange` and answers
 it, at once or later. Invariant: one exchange at a time per connection, answered in order; a body
-over the limit, or framed other than by Content-Length, is refused and the connection closed.
+over the limit, or framed other than by Content-Length, is refused and the connection closed; with
+`keepalive_s`, a connection that has been idle for so long since its last answer is closed.
 
 It exists because an engine's stand-in must not be what a benchmark measures: a request costs about
 a tenth of what a full web framework takes.
@@ -22,8 +23,10 @@ _REASONS = {
     400: b"Bad Request",
     404: b"Not Found",
     405: b"Method Not Allowed",
+    408: b"Request Timeout",
     411: b"Length Required",
     413: b"Content Too Large",
+    429: b"Too Many Requests",
     431: b"Request Header Fields Too Large",
     500: b"Internal Server Error",
     503: b"Service Unavailable",
@@ -34,16 +37,18 @@ class Exchange:
     """One request, and the way to answer it once.
 
     Attributes:
+        query: what follows the path's question mark.
         closed: the client went away; an answer would go nowhere.
         on_close: called when that happens before the answer.
     """
 
-    __slots__ = ("_connection", "body", "closed", "head", "method", "on_close", "path")
+    __slots__ = ("_connection", "body", "closed", "head", "method", "on_close", "path", "query")
 
     def __init__(
-        self, connection: _Connection, method: str, path: str, head: bytes, body: bytes
+        self, connection: _Connection, method: str, path: str, query: str, head: bytes, body: bytes
     ) -> None:
-        self.method, self.path, self.head, self.body = method, path, head, body
+        self.method, self.path, self.query, self.head = method, path, query, head
+        self.body = body
         self.closed = False
         self.on_close: Callable[[], None] | None = None
         self._connection: _Connection | None = connection
@@ -53,6 +58,25 @@ class Exchange:
         connection, self._connection = self._connection, None
         if connection is not None and not self.closed:
             connection.send(status, body, content_type)
+
+    def header(self, name: bytes) -> str | None:
+        """Return a header's value, None where it is not sent.
+
+        Args:
+            name: in lower case.
+        """
+        for line in self.head.split(b"\r\n")[1:]:
+            key, _, value = line.partition(b":")
+            if key.strip().lower() == name:
+                return value.strip().decode("latin-1")
+        return None
+
+    def break_off(self, status: int, body: bytes) -> None:
+        """Send half an answer and close the connection, as a server that dies meanwhile."""
+        connection, self._connection = self._connection, None
+        if connection is not None and not self.closed:
+            connection.send(status, body, b"application/json", len(body) // 2)
+            connection.close()
 
     def drop(self) -> None:
         """Close the connection without an answer, as a crash or a reset would."""
@@ -65,8 +89,11 @@ Handler: TypeAlias = Callable[[Exchange], None]
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, keepalive_s: float) -> None:
         self._handler = handler
+        self._keepalive_s = keepalive_s
+        self._idle_since_s = 0.0
+        self._reaper: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._exchange: Exchange | None = None
@@ -79,6 +106,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        if self._reaper is not None:
+            self._reaper.cancel()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.closed = True
@@ -113,10 +142,8 @@ class _Connection(asyncio.Protocol):
             del self._buffer[:total]
             self._wanted = 0
             method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
-            target = rest.partition(b" ")[0].partition(b"?")[0]
-            self._exchange = Exchange(
-                self, method.decode("latin-1"), target.decode("latin-1"), head, body
-            )
+            path, _, query = rest.partition(b" ")[0].decode("latin-1").partition("?")
+            self._exchange = Exchange(self, method.decode("latin-1"), path, query, head, body)
             self._handler(self._exchange)
 
     def _length(self, head: bytes) -> int | None:
@@ -139,21 +166,44 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, status: int, message: str) -> None:
         self.send(status, b'{"error":{"message":"%b"}}' % message.encode(), b"application/json")
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        self.close()
 
-    def send(self, status: int, body: bytes, content_type: bytes) -> None:
+    def send(
+        self, status: int, body: bytes, content_type: bytes, num_bytes: int | None = None
+    ) -> None:
         self._exchange = None
         if self._transport is None:
             return
         reason = _REASONS.get(status, b"Status")
         self._transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b"
-            % (status, reason, content_type, len(body), body)
+            % (status, reason, content_type, len(body), body[:num_bytes])
         )
         if self._buffer:
             asyncio.get_running_loop().call_soon(self._next)
+        if self._keepalive_s > 0.0:
+            loop = asyncio.get_running_loop()
+            self._idle_since_s = loop.time()
+            if self._reaper is None:
+                self._reaper = loop.call_later(self._keepalive_s, self._reap)
+
+    def _reap(self) -> None:
+        """Close if idle for long enough, else look again then: one timer, however many answers."""
+        self._reaper = None
+        if self._transport is None:
+            return
+        loop = asyncio.get_running_loop()
+        is_busy = self._exchange is not None or bool(self._buffer)
+        left_s = self._idle_since_s + self._keepalive_s - loop.time()
+        if not is_busy and left_s <= 0.001:
+            self.close()
+        elif not is_busy:
+            self._reaper = loop.call_later(left_s, self._reap)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def abort(self) -> None:
         self._exchange = None
@@ -162,8 +212,16 @@ class _Connection(asyncio.Protocol):
             self._transport = None
 
 
-async def serve(handler: Handler, host: str, port: int) -> asyncio.Server:
+async def serve(
+    handler: Handler, host: str, port: int, *, keepalive_s: float = 0.0
+) -> asyncio.Server:
     """Listen; port 0 takes a free one.
+
+    Args:
+        handler: gets each request.
+        host: to listen on.
+        port: to listen on.
+        keepalive_s: close a connection that was idle for so long; 0 never does.
 
     Raises:
         OSError: the address is in use.
@@ -171,7 +229,7 @@ async def serve(handler: Handler, host: str, port: int) -> asyncio.Server:
     listener = socket.create_server((host, port), backlog=4096, reuse_port=False)
     listener.setblocking(False)
     return await asyncio.get_running_loop().create_server(
-        lambda: _Connection(handler), sock=listener, backlog=4096
+        lambda: _Connection(handler, keepalive_s), sock=listener, backlog=4096
     )
 
 

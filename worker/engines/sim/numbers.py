@@ -38,6 +38,13 @@ class ReplayConfig:
     layers: int = 0
     top_k: int = 2
     num_experts: int = 64
+    dtype: str = ""
+    """Of vLLM's rows; empty is the narrowest that holds the experts, as vLLM has it."""
+
+    @property
+    def narrowest(self) -> str:
+        """Return the narrowest of vLLM's dtypes."""
+        return "uint8" if self.num_experts <= 256 else "uint16"
 
 
 def mix(key: int, counters: Bits) -> Bits:

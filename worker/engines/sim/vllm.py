@@ -1,0 +1,406 @@
+"""vLLM's protocol in front of the simulated engine.
+
+Owns vLLM's paths, its replies and its control calls. Never samples, and keeps no request.
+Invariant: a client cannot tell these answers from vLLM's own: request ids come back with their
+prefix and abort by it, exactly; in the pauses `abort` and `wait` a new request is a 503, in `keep`
+it waits; control calls exist in dev mode only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import time
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..server_words import Refused, VllmRefused, vllm_error_body
+from .core import ABORTED, Deliver, End, Flight, Pause, SimCore
+from .damage import Frame, spoil
+from .faults import STATUSES, Fault
+from .fronts import Routes, json_object, send, status_words
+from .http import Exchange
+from .numbers import ReplayConfig, routed_experts
+from .vllm_request import VllmBody, read_completion, read_generate
+
+_ENCODER = msgspec.json.Encoder()
+_PAUSED = vllm_error_body(
+    "Generation is paused. Please retry after it resumes.", 503, "ServiceUnavailableError"
+)
+_ERRORS = frozenset({Fault.ABORT_CODE, Fault.ABORT_503, Fault.NAN})
+"""What is a finish reason in SGLang, and an HTTP error here."""
+
+
+class _Candidate(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float | None
+    rank: int | None
+
+
+class _Entry(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    top_logprobs: list[_Candidate]
+
+
+class _OldEntry(msgspec.Struct, gc=False):
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+    top_logprobs: list[Any]
+
+
+class VllmFront:
+    """Reads requests, and writes replies, in vLLM's words."""
+
+    def __init__(
+        self,
+        core: SimCore,
+        *,
+        context_tokens: int,
+        replay: ReplayConfig,
+        is_raw: bool,
+        is_dev: bool = True,
+        is_old: bool = False,
+        model: str = "",
+    ) -> None:
+        self._core = core
+        self._context_tokens = context_tokens
+        self._replay = replay
+        self._is_raw = is_raw
+        self._is_dev = is_dev
+        self._is_old = is_old
+        self._model = model
+        self._serial = itertools.count()
+        self._rejects = False
+        core.on_restart.append(self._accept)
+
+    def routes(self) -> Routes:
+        """Return (methods, handler) by path."""
+        always: Routes = {
+            "/inference/v1/generate": ("POST", self._generate),
+            "/inference/v1/abort_requests": ("POST", self._abort),
+            "/v1/completions": ("POST", self._complete),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+        }
+        control: Routes = {
+            "/pause": ("POST", self._pause),
+            "/resume": ("POST", self._resume),
+            "/is_paused": ("GET", self._is_paused),
+            "/abort_requests": ("POST", self._abort_some_or_all),
+            "/update_weight_version": ("POST", self._update_weight_version),
+            "/finish_weight_update": ("POST", self._finish_weight_update),
+            "/weight_info": ("GET", self._weight_info),
+        }
+        return {**always, **control} if self._is_dev else always
+
+    # -- generation
+
+    def _generate(self, exchange: Exchange) -> None:
+        self._check_type(exchange)
+        request = read_generate(
+            exchange.body,
+            exchange.header(b"x-request-id"),
+            context_tokens=self._context_tokens,
+            model=self._model,
+        )
+        self._begin(exchange, request, request.rid, partial(self._answer_generate, request))
+
+    def _complete(self, exchange: Exchange) -> None:
+        self._check_type(exchange)
+        request = read_completion(
+            _vllm_object(exchange.body),
+            exchange.header(b"x-request-id"),
+            context_tokens=self._context_tokens,
+            model=self._model,
+        )
+        answer = partial(self._answer_completion, request)
+        self._begin(exchange, request, f"{request.rid}-0", answer)
+
+    def _check_type(self, exchange: Exchange) -> None:
+        sent = (exchange.header(b"content-type") or "").partition(";")[0].strip().lower()
+        if sent != "application/json":
+            raise VllmRefused(
+                "Unsupported Media Type: Only 'application/json' is allowed", kind="Bad Request"
+            )
+
+    def _begin(self, exchange: Exchange, request: VllmBody, rid: str, answer: Deliver) -> None:
+        core = self._core
+        size = core.policy.vocabulary.size
+        if max(request.input_ids) >= size:
+            raise VllmRefused(f"Token id {max(request.input_ids)} is out of vocabulary")
+        if self._rejects:
+            core.counts["rejected_in_pause"] += 1
+            exchange.answer(503, _PAUSED)
+            return
+        core.counts["ignored_sampling_keys"] += len(request.unknown)
+        order = core.draw()
+        if order.fault is not None and order.fault in STATUSES:
+            self._answer_status(exchange, order.fault)
+            return
+        sampling = request.sampling
+        if self._is_raw:
+            sampling = sampling | {"temperature": 1.0}
+        core.fly(
+            f"{rid}#{next(self._serial)}",  # vLLM lets two requests have one id
+            exchange,
+            answer,
+            rid=rid,
+            prompt=request.input_ids,
+            sampling=sampling,
+            order=order,
+            waits_frozen=False,
+        )
+
+    def _answer_status(self, exchange: Exchange, fault: Fault) -> None:
+        status, words, kind = STATUSES[fault], status_words(self._core, fault), None
+        if fault is Fault.QUEUE_FULL:
+            words = (
+                "The engine is currently busy and cannot accept new requests. Please try again "
+                "later or on a different instance."
+            )
+        elif status == 400:
+            kind = "BadRequestError"
+        elif status == 500:
+            kind = "InternalServerError"
+        exchange.answer(status, vllm_error_body(words, status, kind))
+
+    def _frame(self, request: VllmBody, flight: Flight, num: int, end: End) -> Frame | None:
+        """Return what the reply says, None where an error was answered in its place."""
+        core, fault = self._core, flight.fault
+        if fault in _ERRORS and end is not ABORTED:
+            status = 503 if fault is Fault.ABORT_503 else 500
+            kind = "ServiceUnavailableError" if status == 503 else "InternalServerError"
+            words = "Internal server error" if status == 500 else "Request failed; please retry"
+            flight.exchange.answer(status, vllm_error_body(words, status, kind))
+            return None
+        ids: list[int] = flight.reply.ids[:num].tolist()
+        frame = Frame(
+            rid=request.rid,
+            ids=ids,
+            log_probs=core.log_probs(flight, num).tolist(),
+            log_prob_ids=ids if fault is None else list(ids),
+            end=end,
+            num_prompt=len(request.input_ids),
+            num_said=num,
+            spans=core.spans(flight, num) if num else [],
+            version=core.weight_version,
+            experts=None,
+        )
+        if self._replay.layers and num:
+            frame.experts = routed_experts(
+                core.fed(flight, num), request.experts_from, self._replay
+            )
+        if fault is not None:
+            spoil(
+                frame,
+                fault,
+                vocabulary_size=core.policy.vocabulary.size,
+                limit=request.sampling["max_new_tokens"],
+            )
+            if fault is Fault.OTHER_RID:
+                frame.rid = f"generate-tokens-{frame.rid}"
+        return frame
+
+    def _answer_generate(self, request: VllmBody, flight: Flight, num: int, end: End) -> None:
+        frame = self._frame(request, flight, num, end)
+        if frame is None:
+            return
+        choice = {"index": 0, **self._finish(frame), "token_ids": frame.ids}
+        choice["routed_experts"] = _npy(frame.experts, self._replay)
+        choice["sampling_mask"] = None
+        body: dict[str, Any] = {
+            "request_id": frame.rid,
+            "model": self._model or "simulated",
+            "created": int(time.time()),
+            "usage": _usage(frame),
+            "prompt_logprobs": None,
+            "prompt_token_ids": request.input_ids if request.return_token_ids else None,
+            "kv_transfer_params": None,
+        }
+        if not self._is_old:
+            choice["weight_versions"] = frame.spans
+            body |= {
+                "prompt_token_id_logprobs": None,
+                "mm_placeholders": None,
+                "metrics": None,
+                "ec_transfer_params": None,
+                "output_mode": "tokens",
+            }
+        choice["logprobs"] = None
+        if request.num_log_probs is not None and frame.log_probs is not None:
+            choice["logprobs"] = {"content": self._entries(frame, request.num_log_probs)}
+        body["choices"] = [choice]
+        send(flight.exchange, _ENCODER.encode(body), flight.fault)
+
+    def _entries(self, frame: Frame, num_log_probs: int) -> list[_Entry] | list[_OldEntry]:
+        pairs = zip(frame.log_prob_ids, frame.log_probs or (), strict=True)
+        if self._is_old:
+            return [_OldEntry(f"token_id:{token}", said, None, []) for token, said in pairs]
+        if num_log_probs == 0:
+            return [_Entry(token, said, 1, []) for token, said in pairs]
+        return [_Entry(token, said, 1, [_Candidate(token, said, 1)]) for token, said in pairs]
+
+    def _answer_completion(self, request: VllmBody, flight: Flight, num: int, end: End) -> None:
+        frame = self._frame(request, flight, num, end)
+        if frame is None:
+            return
+        words = self._core.policy.vocabulary
+        log_probs = None
+        if request.num_log_probs is not None and frame.log_probs is not None:
+            tokens = [words.decode(np.array([one], dtype=np.int32)) for one in frame.log_prob_ids]
+            offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
+            tops = [{token: said} for token, said in zip(tokens, frame.log_probs, strict=True)]
+            log_probs = {
+                "text_offset": offsets,
+                "token_logprobs": frame.log_probs,
+                "tokens": tokens,
+                "top_logprobs": tops,
+            }
+        choice = {
+            "index": 0,
+            "text": words.decode(flight.reply.ids[:num]),
+            "logprobs": log_probs,
+            **self._finish(frame),
+            "token_ids": frame.ids if request.return_token_ids else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": request.input_ids if request.return_token_ids else None,
+            "routed_experts": _npy(frame.experts, self._replay),
+        }
+        if not self._is_old:
+            choice["weight_versions"] = frame.spans
+        body = {
+            "id": frame.rid,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model or "simulated",
+            "choices": [choice],
+            "usage": _usage(frame),
+        }
+        send(flight.exchange, _ENCODER.encode(body), flight.fault)
+
+    def _finish(self, frame: Frame) -> dict[str, Any]:
+        end = frame.end
+        if end is None:
+            return {"finish_reason": None, "stop_reason": None}
+        # The model's own end token is no stop that anybody asked for.
+        is_eos = end.matched == self._core.policy.vocabulary.im_end
+        return {"finish_reason": end.kind, "stop_reason": None if is_eos else end.matched}
+
+    # -- control
+
+    def _abort(self, exchange: Exchange) -> None:
+        """Answer first, abort then."""
+        ids = _vllm_object(exchange.body).get("request_ids")
+        if ids is None:
+            raise VllmRefused("Missing 'request_ids' in request body", kind="Bad Request")
+        chosen = frozenset([ids] if isinstance(ids, str) else ids)
+        exchange.answer(200, b"", b"text/plain")
+        asyncio.get_running_loop().call_soon(self._abort_now, chosen)
+
+    def _abort_now(self, chosen: frozenset[str]) -> int:
+        num = self._core.abort(lambda flight: flight.rid in chosen)
+        self._core.counts["aborts_of_nothing"] += num == 0
+        return num
+
+    def _abort_some_or_all(self, exchange: Exchange) -> None:
+        ids = _vllm_object(exchange.body).get("request_ids")
+        if ids:
+            self._abort_now(frozenset(ids))
+            num = len(ids)
+        else:
+            num = self._core.abort(lambda _: True)
+        exchange.answer(200, _ENCODER.encode({"status": "aborted", "aborted": num}))
+
+    def _pause(self, exchange: Exchange) -> None:
+        mode = dict(parse_qsl(exchange.query)).get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            raise VllmRefused(
+                "1 validation error:\n  query.mode: Input should be 'abort', 'wait' or 'keep'",
+                kind="Bad Request",
+                param="query.mode",
+            )
+        self._rejects = mode != "keep"
+        if mode == "abort":
+            self._core.abort(lambda _: True)
+        self._core.pause(Pause.FREEZE if mode == "keep" else Pause.DRAIN)
+        done = partial(exchange.answer, 200, b'{"status":"paused"}')
+        if mode == "keep":
+            done()
+        else:
+            self._core.when_idle(done)
+
+    def _resume(self, exchange: Exchange) -> None:
+        self._accept()
+        self._core.resume()
+        exchange.answer(200, b'{"status":"resumed"}')
+
+    def _accept(self) -> None:
+        self._rejects = False
+
+    def _is_paused(self, exchange: Exchange) -> None:
+        is_paused = self._core.paused is not None
+        exchange.answer(200, _ENCODER.encode({"is_paused": is_paused}))
+
+    def _update_weight_version(self, exchange: Exchange) -> None:
+        """Take a label; unlike SGLang's call of this name it aborts nothing."""
+        label = _vllm_object(exchange.body).get("new_version")
+        if not isinstance(label, str):
+            raise VllmRefused(
+                "1 validation error:\n  body.new_version: Input should be a valid string",
+                kind="Bad Request",
+                param="body.new_version",
+            )
+        self._core.set_version(label)
+        exchange.answer(200, _ENCODER.encode({"success": True, "new_version": label}))
+
+    def _finish_weight_update(self, exchange: Exchange) -> None:
+        label = _vllm_object(exchange.body).get("weight_version")
+        if label is not None:
+            self._core.set_version(str(label))
+        exchange.answer(200, b'{"message":"Weight update finished"}')
+
+    def _weight_info(self, exchange: Exchange) -> None:
+        exchange.answer(200, _ENCODER.encode({"weight_version": self._core.weight_version}))
+
+    def _models(self, exchange: Exchange) -> None:
+        card = {"id": self._model or "simulated", "object": "model", "owned_by": "vllm"}
+        exchange.answer(200, _ENCODER.encode({"object": "list", "data": [card]}))
+
+    def _health(self, exchange: Exchange) -> None:
+        exchange.answer(200, b"", b"text/plain")
+
+
+def _usage(frame: Frame) -> dict[str, Any] | None:
+    if frame.num_prompt is None or frame.num_said is None:
+        return None
+    return {
+        "prompt_tokens": frame.num_prompt,
+        "total_tokens": frame.num_prompt + frame.num_said,
+        "completion_tokens": frame.num_said,
+        "prompt_tokens_details": None,
+    }
+
+
+def _npy(experts: npt.NDArray[np.int32] | None, replay: ReplayConfig) -> str | None:
+    if experts is None:
+        return None
+    buffer = io.BytesIO()
+    np.save(buffer, experts.astype(replay.dtype or replay.narrowest))
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _vllm_object(raw: bytes) -> dict[str, Any]:
+    try:
+        return json_object(raw)
+    except Refused as refusal:
+        raise VllmRefused(str(refusal), kind="Bad Request") from None
