@@ -170,7 +170,7 @@ async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
     engine = build(args)
     server = await serve(engine.handle, args.host, args.port, keepalive_s=args.keepalive_s)
-    _again(args.pause_every_s, lambda: engine.pause_for(args.pause_s))
+    _again(args.pause_every_s, lambda: engine.core.pause_for(args.pause_s))
     _again(args.restart_every_s, engine.core.restart)
     url = f"http://{args.host}:{port_of(server)}"
     sys.stdout.write(f"simulated engine ({NOTICE}) on {url}\n")

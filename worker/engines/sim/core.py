@@ -356,13 +356,30 @@ class SimCore:
                 flight.changes.append((self.weight_version, num))
         self.weight_version = label
 
-    def restart(self) -> None:
-        """Lose everything that is in flight, and be as at the start: the first label, no pause."""
+    def pause_for(self, seconds: float) -> None:
+        """Sample nothing for a while, as if somebody paused; a pause that is on stays as it is."""
+        if self.paused is not None:
+            return
+        self.pause(Pause.FREEZE)
+        serial = self.counts["pauses"]
+
+        def go_on() -> None:
+            if self.paused is not None and self.counts["pauses"] == serial:
+                self.resume()
+
+        asyncio.get_running_loop().call_later(seconds, go_on)
+
+    def restart(self, label: str | None = None) -> None:
+        """Lose everything that is in flight, and be as at the start: no pause, the first label.
+
+        Args:
+            label: another one than the first.
+        """
         self.counts["restarts"] += 1
         for key, flight in list(self.flights.items()):
             self._forget(key, flight)
             flight.exchange.drop()
-        self.weight_version = self._first_version
+        self.weight_version = self._first_version if label is None else label
         for call in self.on_restart:
             call()
         if self.paused is not None:

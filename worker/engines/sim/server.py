@@ -7,7 +7,6 @@ and faults are the same for all.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ..server_words import Refused, error_body
-from .core import Pause, SimCore
+from .core import SimCore
 from .faults import Fault, FaultConfig, Order
 from .fronts import Routes, json_object
 from .http import Exchange
@@ -150,11 +149,6 @@ class SimEngine:
             self.counts["refused"] += 1
             exchange.answer(refusal.status, refusal.body)
 
-    def pause_for(self, seconds: float) -> None:
-        """Sample nothing for a while, as if somebody had paused the engine."""
-        self.core.pause(Pause.FREEZE)
-        asyncio.get_running_loop().call_later(seconds, self.core.resume)
-
     # -- what no real engine has
 
     def _sim(self, exchange: Exchange) -> None:
@@ -185,11 +179,12 @@ class SimEngine:
         seconds = json_object(exchange.body).get("seconds")
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds < 0:
             raise Refused('expected {"seconds": number}')
-        self.pause_for(float(seconds))
+        self.core.pause_for(float(seconds))
         exchange.answer(200, b"{}")
 
     def _restart(self, exchange: Exchange) -> None:
-        self.core.restart()
+        label = json_object(exchange.body).get("weight_version")
+        self.core.restart(None if label is None else str(label))
         exchange.answer(200, b"{}")
 
 

@@ -1,6 +1,6 @@
 """vLLM's protocol in front of the simulated engine.
 
-Owns vLLM's paths, its replies and its control calls. Never samples, and keeps no request.
+Owns vLLM's paths and its control calls. Never samples, and keeps no request.
 Invariant: a client cannot tell these answers from vLLM's own: request ids come back with their
 prefix and abort by it, exactly; in the pauses `abort` and `wait` a new request is a 503, in `keep`
 it waits; control calls exist in dev mode only.
@@ -9,17 +9,12 @@ it waits; control calls exist in dev mode only.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import itertools
-import time
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from ..server_words import Refused, VllmRefused, vllm_error_body
 from .core import ABORTED, Deliver, End, Flight, Pause, SimCore
@@ -28,6 +23,7 @@ from .faults import STATUSES, Fault
 from .fronts import Routes, json_object, send, status_words
 from .http import Exchange
 from .numbers import ReplayConfig, routed_experts
+from .vllm_reply import ReplyWriter
 from .vllm_request import VllmBody, read_completion, read_generate
 
 _ENCODER = msgspec.json.Encoder()
@@ -36,26 +32,6 @@ _PAUSED = vllm_error_body(
 )
 _ERRORS = frozenset({Fault.ABORT_CODE, Fault.ABORT_503, Fault.NAN})
 """What is a finish reason in SGLang, and an HTTP error here."""
-
-
-class _Candidate(msgspec.Struct, gc=False):
-    token_id: int
-    logprob: float | None
-    rank: int | None
-
-
-class _Entry(msgspec.Struct, gc=False):
-    token_id: int
-    logprob: float | None
-    rank: int | None
-    top_logprobs: list[_Candidate]
-
-
-class _OldEntry(msgspec.Struct, gc=False):
-    token: str
-    logprob: float | None
-    bytes: list[int] | None
-    top_logprobs: list[Any]
 
 
 class VllmFront:
@@ -77,7 +53,7 @@ class VllmFront:
         self._replay = replay
         self._is_raw = is_raw
         self._is_dev = is_dev
-        self._is_old = is_old
+        self._writer = ReplyWriter(core.policy.vocabulary, replay, model=model, is_old=is_old)
         self._model = model
         self._serial = itertools.count()
         self._rejects = False
@@ -213,88 +189,14 @@ class VllmFront:
 
     def _answer_generate(self, request: VllmBody, flight: Flight, num: int, end: End) -> None:
         frame = self._frame(request, flight, num, end)
-        if frame is None:
-            return
-        choice = {"index": 0, **self._finish(frame), "token_ids": frame.ids}
-        choice["routed_experts"] = _npy(frame.experts, self._replay)
-        choice["sampling_mask"] = None
-        body: dict[str, Any] = {
-            "request_id": frame.rid,
-            "model": self._model or "simulated",
-            "created": int(time.time()),
-            "usage": _usage(frame),
-            "prompt_logprobs": None,
-            "prompt_token_ids": request.input_ids if request.return_token_ids else None,
-            "kv_transfer_params": None,
-        }
-        if not self._is_old:
-            choice["weight_versions"] = frame.spans
-            body |= {
-                "prompt_token_id_logprobs": None,
-                "mm_placeholders": None,
-                "metrics": None,
-                "ec_transfer_params": None,
-                "output_mode": "tokens",
-            }
-        choice["logprobs"] = None
-        if request.num_log_probs is not None and frame.log_probs is not None:
-            choice["logprobs"] = {"content": self._entries(frame, request.num_log_probs)}
-        body["choices"] = [choice]
-        send(flight.exchange, _ENCODER.encode(body), flight.fault)
-
-    def _entries(self, frame: Frame, num_log_probs: int) -> list[_Entry] | list[_OldEntry]:
-        pairs = zip(frame.log_prob_ids, frame.log_probs or (), strict=True)
-        if self._is_old:
-            return [_OldEntry(f"token_id:{token}", said, None, []) for token, said in pairs]
-        if num_log_probs == 0:
-            return [_Entry(token, said, 1, []) for token, said in pairs]
-        return [_Entry(token, said, 1, [_Candidate(token, said, 1)]) for token, said in pairs]
+        if frame is not None:
+            send(flight.exchange, self._writer.generate(frame, request), flight.fault)
 
     def _answer_completion(self, request: VllmBody, flight: Flight, num: int, end: End) -> None:
         frame = self._frame(request, flight, num, end)
-        if frame is None:
-            return
-        words = self._core.policy.vocabulary
-        log_probs = None
-        if request.num_log_probs is not None and frame.log_probs is not None:
-            tokens = [words.decode(np.array([one], dtype=np.int32)) for one in frame.log_prob_ids]
-            offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
-            tops = [{token: said} for token, said in zip(tokens, frame.log_probs, strict=True)]
-            log_probs = {
-                "text_offset": offsets,
-                "token_logprobs": frame.log_probs,
-                "tokens": tokens,
-                "top_logprobs": tops,
-            }
-        choice = {
-            "index": 0,
-            "text": words.decode(flight.reply.ids[:num]),
-            "logprobs": log_probs,
-            **self._finish(frame),
-            "token_ids": frame.ids if request.return_token_ids else None,
-            "prompt_logprobs": None,
-            "prompt_token_ids": request.input_ids if request.return_token_ids else None,
-            "routed_experts": _npy(frame.experts, self._replay),
-        }
-        if not self._is_old:
-            choice["weight_versions"] = frame.spans
-        body = {
-            "id": frame.rid,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._model or "simulated",
-            "choices": [choice],
-            "usage": _usage(frame),
-        }
-        send(flight.exchange, _ENCODER.encode(body), flight.fault)
-
-    def _finish(self, frame: Frame) -> dict[str, Any]:
-        end = frame.end
-        if end is None:
-            return {"finish_reason": None, "stop_reason": None}
-        # The model's own end token is no stop that anybody asked for.
-        is_eos = end.matched == self._core.policy.vocabulary.im_end
-        return {"finish_reason": end.kind, "stop_reason": None if is_eos else end.matched}
+        if frame is not None:
+            text = self._core.policy.vocabulary.decode(flight.reply.ids[:num])
+            send(flight.exchange, self._writer.completion(frame, request, text), flight.fault)
 
     # -- control
 
@@ -378,25 +280,6 @@ class VllmFront:
 
     def _health(self, exchange: Exchange) -> None:
         exchange.answer(200, b"", b"text/plain")
-
-
-def _usage(frame: Frame) -> dict[str, Any] | None:
-    if frame.num_prompt is None or frame.num_said is None:
-        return None
-    return {
-        "prompt_tokens": frame.num_prompt,
-        "total_tokens": frame.num_prompt + frame.num_said,
-        "completion_tokens": frame.num_said,
-        "prompt_tokens_details": None,
-    }
-
-
-def _npy(experts: npt.NDArray[np.int32] | None, replay: ReplayConfig) -> str | None:
-    if experts is None:
-        return None
-    buffer = io.BytesIO()
-    np.save(buffer, experts.astype(replay.dtype or replay.narrowest))
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _vllm_object(raw: bytes) -> dict[str, Any]:
