@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_RULE = EnvRule()
 
 
-def assemble(stored: StoredGroup, rules: Mapping[str, EnvRule]) -> tuple[FinishedGroup, int | None]:
+def assemble(
+    stored: StoredGroup, rules: Mapping[str, EnvRule], group_index: int | None = None
+) -> tuple[FinishedGroup, int | None]:
     """Return the finished group and the oldest known weight version of its samples.
 
     Its arrays are read-only views of the stored bytes; its staleness is for the caller to set, when
@@ -29,11 +31,13 @@ def assemble(stored: StoredGroup, rules: Mapping[str, EnvRule]) -> tuple[Finishe
     Args:
         stored: prompt, headers, errors and bodies, one entry per member.
         rules: what of each environment decides usability; one without a rule needs a reward.
+        group_index: of an evaluation, whose name is no number.
 
     Raises:
         WireError: a record is missing or garbage (`WireTooNew` for a newer one).
     """
-    group_index = int(stored.group_index)
+    if group_index is None:
+        group_index = int(stored.group_index)
     if stored.prompt is None:
         raise WireError(f"group {group_index}: its prompt is gone")
     prompt = decode_prompt(stored.prompt, group_index, stored.n)

@@ -1,8 +1,9 @@
 """`AsyncGroupStream`: the same stream for a trainer that lives on an event loop.
 
-Owns two threads: one waits for batches, one does everything else. Never decides anything: every
-method is `GroupStream`'s. Invariant: a task that is cancelled while it waits loses no group; the
-wait ends within half a second, and what it was about to hand out goes back to the front.
+Owns two threads: one waits for batches, one does everything else; what takes long (an update, an
+evaluation) has one of its own. Never decides anything: every method is `GroupStream`'s. Invariant:
+a task that is cancelled while it waits loses no group; the wait ends within half a second, and what
+it was about to hand out goes back to the front. One that is cancelled in an update resumes the run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -18,9 +19,12 @@ from typing import Any, Literal, Self, TypeVar
 from rollstream.batch import Batch
 from rollstream.control import PauseMode
 from rollstream.errors import StreamError
+from rollstream.eval_result import EvalResult
+from rollstream.evaluate import EvalPrompt
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted
 from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
+from rollstream.weights import Updating, WeightUpdate
 
 T = TypeVar("T")
 
@@ -42,6 +46,8 @@ class AsyncGroupStream:
         self._stream = stream
         self._waiting = ThreadPoolExecutor(1, "rollstream-wait")
         self._doing = ThreadPoolExecutor(1, "rollstream-call")
+        self._asides: set[threading.Event] = set()
+        """Set to end what goes on beside the two threads."""
         self._closed = False
 
     @classmethod
@@ -83,6 +89,8 @@ class AsyncGroupStream:
         """Close every connection and end the threads; unacked groups stay for the next trainer."""
         if self._closed:
             return
+        for interrupt in self._asides:
+            interrupt.set()
         closing = self._doing.submit(self._stream.close)
         self._closed = True
         try:
@@ -143,13 +151,73 @@ class AsyncGroupStream:
         """Say which policy the engines serve from now on."""
         await self._do(lambda: self._stream.set_weight_version(version, label))
 
-    async def pause(self, mode: PauseMode = "keep", timeout_s: float = ACK_TIMEOUT_S) -> None:
-        """Have no sample started until `resume`; deadlines of groups stand still meanwhile."""
-        await self._do(lambda: self._stream.pause(mode, timeout_s))
+    def updating_weights(
+        self,
+        version: int,
+        mode: PauseMode | None = None,
+        *,
+        label: str | None = None,
+        wait_idle: bool | None = None,
+        deadline_s: float = 600.0,
+        confirm_s: float = 30.0,
+        ack: Batch | Sequence[Batch] | None = None,
+        post: bool = True,
+    ) -> AsyncUpdating:
+        """Pause the run for the block (`async with`), in which you push weights; then resume."""
+        self._refuse_if_closed()
+        updating = self._stream.updating_weights(
+            version,
+            mode,
+            label=label,
+            wait_idle=wait_idle,
+            deadline_s=deadline_s,
+            confirm_s=confirm_s,
+            ack=ack,
+            post=post,
+        )
+        return AsyncUpdating(updating)
+
+    async def engines(self) -> list[str]:
+        """Return the root URLs of the engines."""
+        return await self._do(self._stream.engines)
+
+    async def set_engines(self, urls: Sequence[str] | None) -> None:
+        """Name the engines for every worker, in place of its own configuration."""
+        await self._do(lambda: self._stream.set_engines(urls))
+
+    async def pause(
+        self,
+        mode: PauseMode = "keep",
+        deadline_s: float = 0.0,
+        *,
+        timeout_s: float = ACK_TIMEOUT_S,
+    ) -> None:
+        """Have no sample started and no call made until `resume`."""
+        await self._do(lambda: self._stream.pause(mode, deadline_s, timeout_s=timeout_s))
 
     async def resume(self, timeout_s: float = ACK_TIMEOUT_S) -> None:
         """End a pause; does nothing where there is none."""
         await self._do(lambda: self._stream.resume(timeout_s))
+
+    async def drain(self, timeout_s: float = 600.0) -> None:
+        """Pause the run, and return once no engine has a call of it."""
+        await self._aside(lambda interrupt: self._stream.drain(timeout_s, interrupt))
+
+    async def evaluate(
+        self,
+        name: str,
+        prompts: Sequence[EvalPrompt],
+        n: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        env: str | None = None,
+    ) -> EvalResult:
+        """Sample prompts to measure the policy, while other tasks go on to train."""
+        return await self._aside(
+            lambda interrupt: self._stream.evaluate(
+                name, prompts, n, sampling, timeout_s, env, interrupt
+            )
+        )
 
     async def withdraw(self, group_index: int, timeout_s: float = ACK_TIMEOUT_S) -> bool:
         """Drop a live group as `withdrawn`; whether there was one to drop."""
@@ -172,9 +240,72 @@ class AsyncGroupStream:
         # Shielded by the thread: a cancelled caller leaves the call to its end, which may repeat.
         return await asyncio.wrap_future(self._doing.submit(action))
 
+    async def _aside(self, action: Callable[[threading.Event], T]) -> T:
+        """Run what takes long in a thread of its own; a cancelled caller ends it soon."""
+        self._refuse_if_closed()
+        interrupt, thread = threading.Event(), ThreadPoolExecutor(1, "rollstream-aside")
+        self._asides.add(interrupt)
+        try:
+            return await asyncio.wrap_future(thread.submit(action, interrupt))
+        except asyncio.CancelledError:
+            interrupt.set()
+            raise
+        finally:
+            self._asides.discard(interrupt)
+            thread.shutdown(wait=False)
+
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise StreamError("the stream was closed")
+
+
+class AsyncUpdating:
+    """One update of the weights, as an asynchronous context manager."""
+
+    def __init__(self, updating: Updating) -> None:
+        self._updating, self._interrupt = updating, threading.Event()
+        self._thread = ThreadPoolExecutor(1, "rollstream-update")
+
+    async def __aenter__(self) -> WeightUpdate:
+        entering = self._thread.submit(self._updating.enter, self._interrupt)
+        try:
+            return await asyncio.wrap_future(entering)
+        except BaseException as error:
+            self._interrupt.set()
+            # Behind it in the same thread: nobody will ever leave what it may have entered.
+            abandoning = self._thread.submit(self._abandon, entering)
+            self._thread.shutdown(wait=False)
+            if isinstance(error, asyncio.CancelledError):
+                await _to_its_end(abandoning)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        leaving = self._thread.submit(lambda: self._updating.leave(is_failed=kind is not None))
+        try:
+            await _to_its_end(leaving)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _abandon(self, entering: Future[WeightUpdate]) -> None:
+        if not entering.cancelled() and entering.exception() is None:
+            self._updating.leave(is_failed=True)
+
+
+async def _to_its_end(future: Future[None]) -> None:
+    """Wait for what must not be left half done, also where the task is cancelled meanwhile."""
+    waiting = asyncio.wrap_future(future)
+    try:
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()  # the cancellation is what the task hears of
+        raise
 
 
 class _Handover:

@@ -1,4 +1,4 @@
-"""What a trainer asks of a run beside its groups: pause, resume, withdraw and requeue a group.
+"""What a trainer asks of a run beside its groups: its state, and to withdraw or requeue a group.
 
 Owns the meaning of the answers. Never waits for workers to hear of it: the change stands in Redis
 and in its control stream. Invariant: a group that a handed-out batch has is never touched here;
@@ -8,9 +8,11 @@ the model may have learned it already, so only its ack tells what became of it.
 from __future__ import annotations
 
 import operator
+import time
+from collections.abc import Sequence
 from typing import Literal, get_args
 
-from rollstream.errors import DropReason, RunFailed
+from rollstream.errors import DropReason, RunFailed, StreamError
 from rollstream.hold import Hold
 from rollstream.lineage import Fenced, RunMissing
 from rollstream.queue import calls
@@ -33,19 +35,26 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"mode={mode!r}: expected {' or '.join(map(repr, MODES))}")
 
 
-def change(hold: Hold, call: ScriptCall[ControlAnswer]) -> None:
-    """Change the state of a run that goes on.
+def change(hold: Hold, call: ScriptCall[ControlAnswer]) -> ControlAnswer:
+    """Change the state of a run that goes on; what it is then.
 
     Raises:
         RunMissing: there is no such run.
         RunFailed: it was ended.
     """
-    answer = hold.queue.call(call)
-    if answer.state == "lost":
+    return change_all(hold, (call,))[0]
+
+
+def change_all(hold: Hold, changes: Sequence[ScriptCall[ControlAnswer]]) -> list[ControlAnswer]:
+    """Change the state of a run that goes on, several times in one round trip; see `change`."""
+    answers = hold.queue.call_many(changes)
+    state = answers[-1].state
+    if state == "lost":
         raise RunMissing(f"Redis has no run {hold.queue.run!r}")
-    if answer.state not in _LIVE:
+    if state not in _LIVE:
         info = hold.queue.info()
-        raise RunFailed(f"{answer.state}: {(info and info.error) or 'no reason was given'}")
+        raise RunFailed(f"{state}: {(info and info.error) or 'no reason was given'}")
+    return answers
 
 
 def withdraw(hold: Hold, group_index: int) -> bool:
@@ -86,6 +95,21 @@ def requeue(hold: Hold, group_index: int) -> bool:
     if has_new_life:
         hold.let_go(group_index)
     return has_new_life
+
+
+def abort_run(hold: Hold, reason: str, timeout_s: float) -> None:
+    """End the run, and stay until its live groups are dropped.
+
+    Raises:
+        StreamError: Redis did not answer, or groups are left after `timeout_s`.
+    """
+    limit = time.monotonic() + timeout_s
+    reason = reason.encode(errors="replace").decode()
+    hold.aborted_here = True
+    hold.patiently(lambda: hold.queue.call(calls.abort_run(reason)), timeout_s)
+    while hold.patiently(lambda: hold.sweep(1), timeout_s):
+        if time.monotonic() > limit:
+            raise StreamError(f"run {hold.info.run!r} still drops groups; abort it again")
 
 
 def _is_out(hold: Hold, group_index: int) -> bool:

@@ -7,14 +7,15 @@ that could still arrive; whatever else stops the flow has a name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollstream import confirmed
 from rollstream.errors import CapacityTooSmall, ProducerGone, RunFailed, StreamError, StreamStalled
 
 if TYPE_CHECKING:
-    from rollstream.queue.reads import RunInfo
+    from rollstream.queue.reads import Confirmation, RunInfo
 
 ABORTED_STATES = frozenset({"aborting", "ended"})
 
@@ -30,6 +31,8 @@ class Look:
     """workers, producers, aggregators that are alive."""
     num_held: int
     """Groups that this trainer has in hand."""
+    is_paused_here: bool = False
+    """This trainer has paused the run."""
 
     @property
     def num_undelivered(self) -> int:
@@ -80,13 +83,19 @@ def deadlock(
     return None
 
 
-def stalled(look: Look | None, timeout_s: float, oldest: str) -> StreamStalled:
+def stalled(
+    look: Look | None,
+    timeout_s: float,
+    oldest: str,
+    confirmations: Sequence[Confirmation] = (),
+) -> StreamStalled:
     """Return the error of a wait in which nothing ended.
 
     Args:
         look: the last one that succeeded; None where Redis never answered.
         timeout_s: how long nothing ended.
         oldest: a sentence on the oldest group, or empty.
+        confirmations: of every worker.
     """
     if look is None:
         return StreamStalled(f"Redis did not answer for {timeout_s:g} s; iterate again to go on")
@@ -98,8 +107,13 @@ def stalled(look: Look | None, timeout_s: float, oldest: str) -> StreamStalled:
         f"{waiting} waiting"
     )
     hints = [oldest] if oldest else []
-    if info.state != "running":
+    if info.state == "paused":
+        hints.append(paused(info, here=look.is_paused_here))
+    elif info.state != "running":
         hints.append(f"the run is {info.state}")
+    views = confirmed.engine_views(confirmed.live(confirmations, info.lease_s))
+    if hindered := confirmed.hindrances(views, info.version):
+        hints.append(hindered)
     nobody = [
         f"no {stage} is alive ({start})"
         for stage, key, start in _STAGES
@@ -109,6 +123,17 @@ def stalled(look: Look | None, timeout_s: float, oldest: str) -> StreamStalled:
     return StreamStalled(
         f"run {info.run!r}: nothing ended for {timeout_s:g} s. {in_flight}; {'; '.join(hints)}. "
         "Nothing is lost: iterate again to go on"
+    )
+
+
+def paused(info: RunInfo, *, here: bool) -> str:
+    """Return a sentence on a pause: whose, which, since when, and what ends it."""
+    who, end = ("this trainer", "resume()") if here else (
+        "somebody else (an operator, or an earlier trainer)", "rollstream resume, or resume() here,"
+    )  # fmt: skip
+    return (
+        f"the run is paused ({info.pause_mode}) since {info.paused_s:.0f} s, by {who}: "
+        f"{end} ends it"
     )
 
 

@@ -57,7 +57,14 @@ class Hold:
     """
 
     def __init__(
-        self, queue: BlockingQueue, info: RunInfo, *, url: str, reopen_s: float, text: bool
+        self,
+        queue: BlockingQueue,
+        info: RunInfo,
+        *,
+        url: str,
+        reopen_s: float,
+        text: bool,
+        open_queue: Callable[[], BlockingQueue],
     ) -> None:
         """Hold nothing yet.
 
@@ -67,8 +74,10 @@ class Hold:
             url: for messages.
             reopen_s: how long a run that vanished may take to be opened again.
             text: fetch response texts.
+            open_queue: connects to the same run once more, for what must not wait here.
         """
         self.queue, self.info, self.url, self.reopen_s = queue, info, url, reopen_s
+        self.open_queue = open_queue
         self.lineage = Lineage(queue)
         self.lineage.fingerprint = info.fingerprint
         self.held: set[int] = set()
@@ -77,6 +86,8 @@ class Hold:
         self.intake = Intake(queue, self.lineage, self.held, text=text)
         self.intake.rules = info.envs
         self.aborted_here = False
+        self.paused_here = False
+        """This process has paused the run, and not resumed it yet."""
         self.is_closed = False
         self.num_acked = 0
         self._num_batches = 0
@@ -203,10 +214,19 @@ class Hold:
             self.keep(self.intake.take_pending(wanted - len(self.buffer)))
         return len(self.buffer) > before
 
+    @property
+    def is_paused_here(self) -> bool:
+        """Whether nothing ends because this process wants it so."""
+        return self.paused_here and self.info.state == "paused"
+
     def drop_stale(self) -> None:
-        """Drop what got stale here: the version may have moved on since Redis judged it."""
+        """Give up what got stale here: the version may have moved on since Redis judged it.
+
+        Redis drops it or begins it anew, by the run's `on_stale`; either way it is not held any
+        more. What a batch has that is handed out stays the trainer's.
+        """
         bound = self.info.max_stale
-        if bound < 0:
+        if bound < 0 or self.info.on_stale == "deliver":
             return
         for held in [h for h in self.buffer if h.staleness(self.lineage.version) > bound]:
             self.intake.retire(held.group.group_index, DropReason.STALE)

@@ -63,7 +63,7 @@ class Intake:
     def __init__(
         self, queue: BlockingQueue, lineage: Lineage, held: Set[int], *, text: bool
     ) -> None:
-        self._queue, self._lineage, self._held, self._text = queue, lineage, held, text
+        self._queue, self._lineage, self._held, self.text = queue, lineage, held, text
         self._untold: set[int] = set()
         """Groups in hand of which Redis may have forgotten that they were delivered."""
         self._cursor: str | None = "0"
@@ -171,7 +171,7 @@ class Intake:
             raise Fenced
 
     def _fetch(self, entries: list[StreamEntry]) -> list[HeldGroup]:
-        delivery = self._queue.deliver_and_fetch(self._lineage.consumer, entries, text=self._text)
+        delivery = self._queue.deliver_and_fetch(self._lineage.consumer, entries, text=self.text)
         if delivery.taken:
             raise Fenced
         taken: list[HeldGroup] = []

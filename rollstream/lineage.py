@@ -49,6 +49,7 @@ class Lineage:
         terminal: ids that are never handed out: of the checkpoint, acked here, and what Redis had
             ended when the two were last compared.
         version: the weight version that this process asserts.
+        label: what the engines call it, where that was said.
         rollbacks: how often Redis was found to know less than this process.
         fingerprint: of the run's data; empty where it does not matter.
     """
@@ -59,6 +60,7 @@ class Lineage:
         self.number = 0
         self.terminal = TerminalIds()
         self.version = 0
+        self.label: str | None = None
         self.rollbacks = 0
         self.fingerprint = ""
         self._fold_above = MAX_ABOVE
@@ -103,7 +105,7 @@ class Lineage:
         self.refuse_if_taken()
         server_id = self._read_server_id()
         self._refuse_other_data()
-        answer = self._queue.call(calls.set_version(self.version))
+        answer = self._queue.call(calls.set_version(self.version, self.label))
         self._refuse_others(answer)
         rolled_back = answer.connects < self.number or server_id != self._server_id
         if rolled_back or self._unsettled:

@@ -10,33 +10,29 @@ time may iterate.
 
 from __future__ import annotations
 
-import logging
 import operator
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from rollstream import control
 from rollstream.batch import Batch
-from rollstream.checkpoint import FRESH, MAX_VERSION, Checkpoint
+from rollstream.checkpoint import FRESH, Checkpoint
 from rollstream.errors import StreamError
+from rollstream.eval_result import EvalResult
+from rollstream.evaluate import EvalPrompt, ask, run_evaluation
+from rollstream.figures import stream_figures
 from rollstream.frontier import TerminalIds
 from rollstream.hold import Hold
-from rollstream.queue import calls
-from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import RunInfo
-from rollstream.runs import OUTAGES, Interrupted, await_run, say_problems
+from rollstream.runs import Interrupted, await_run, say_problems
 from rollstream.urls import redis_url_problem
 from rollstream.waiting import Wait
+from rollstream.weights import Updating, Weights
 
-log = logging.getLogger("rollstream.stream")
-
-METRICS_TIMEOUT_S = 2.0
-"""How long figures of a silent server are waited for."""
 ACK_TIMEOUT_S = 60.0
 """How long an ack outlasts a Redis outage."""
 
@@ -68,6 +64,7 @@ class GroupStream:
         self._lock = threading.RLock()
         self._iterating = threading.Lock()
         self._wait_s = 0.0
+        self._weights = Weights(hold, self._lock, self.ack)
 
     # --- life ----------------------------------------------------------------------------------
     @classmethod
@@ -108,15 +105,20 @@ class GroupStream:
         if problem := redis_url_problem(url):
             raise ValueError(f"url: expected {problem}")
         checkpoint = None if state is None or state == FRESH else Checkpoint.from_plain(state)
-        queue = BlockingQueue.connect(
-            url, run, ca=ca, connect_timeout_s=max(0.1, min(5.0, connect_timeout_s))
-        )
+
+        def open_queue() -> BlockingQueue:
+            one_s = max(0.1, min(5.0, connect_timeout_s))
+            return BlockingQueue.connect(url, run, ca=ca, connect_timeout_s=one_s)
+
+        queue = open_queue()
         try:
             info = await_run(queue, url, connect_timeout_s, interrupt or threading.Event())
             if checkpoint is not None:
                 checkpoint.check_belongs_to(run, info.fingerprint)
             say_problems(queue)
-            hold = Hold(queue, info, url=url, reopen_s=connect_timeout_s, text=text)
+            hold = Hold(
+                queue, info, url=url, reopen_s=connect_timeout_s, text=text, open_queue=open_queue
+            )
             terminal, version = TerminalIds() if state == FRESH else None, None
             if checkpoint is not None:
                 terminal, version = checkpoint.terminal, checkpoint.weight_version
@@ -265,6 +267,8 @@ class GroupStream:
     def set_weight_version(self, version: int, label: str | None = None) -> None:
         """Say which policy the engines serve from now on; groups get stale by it.
 
+        `updating_weights` does it at its end.
+
         Args:
             version: rises with every update of the weights.
             label: the engines' own name of these weights, where they report one.
@@ -272,53 +276,170 @@ class GroupStream:
         Raises:
             ValueError: lower than the version before, or beyond 2^53.
             TypeError: no whole number.
+            RuntimeError: inside `updating_weights`.
             StreamError: Redis did not answer in time.
         """
-        version = operator.index(version)
-        if version > MAX_VERSION:
-            raise ValueError(f"weight version {version} is larger than {MAX_VERSION}")
-        with self._lock:
-            hold = self._hold
-            if version < hold.lineage.version:
-                raise ValueError(
-                    f"weight version {version} is lower than {hold.lineage.version}: versions rise "
-                    "over the whole run; count on from stream.version"
-                )
-            hold.lineage.version = version
-            call = calls.set_version(version, label)
-            answer = hold.patiently(lambda: hold.queue.call(call), ACK_TIMEOUT_S)
-        if answer.version > version:
-            # A checkpoint older than the run: versions of the abandoned future stay in Redis.
-            log.warning(
-                "the run has a higher weight version",
-                extra={"run": hold.info.run, "version": version, "redis_version": answer.version},
-            )
+        self._weights.set_version(version, label)
 
-    def pause(self, mode: control.PauseMode = "keep", timeout_s: float = ACK_TIMEOUT_S) -> None:
-        """Have no sample started until `resume`; deadlines of groups stand still meanwhile.
+    def updating_weights(
+        self,
+        version: int,
+        mode: control.PauseMode | None = None,
+        *,
+        label: str | None = None,
+        wait_idle: bool | None = None,
+        deadline_s: float = 600.0,
+        confirm_s: float = 30.0,
+        ack: Batch | Sequence[Batch] | None = None,
+        post: bool = True,
+    ) -> Updating:
+        """Pause the run for the block, in which you push weights to `engines()`; then resume.
 
-        Finished groups go on to come. A repeat with the same mode does nothing.
+        The block begins once every live worker obeys. At its end the engines are told the version
+        (`/update_weight_version`), the run gets it, and goes on. A block that raises leaves the
+        run with the version that it had, and going on.
 
         Args:
-            mode: `keep` lets running samples end; `abort` has workers stop them, uncharged.
+            version: what the engines will serve; the run's own version again gives them the same
+                weights once more.
+            mode: `keep`: no new call, calls in flight go on over the update; `abort`: they stop,
+                and the block begins when none is left. None is `keep`, and `abort` where the run's
+                `weights.mode` is not `async`.
+            label: the engines' own name of these weights; None is the version as a number.
+            wait_idle: wait with `keep` too until no call is in flight; None is only where the
+                run is `colocated`.
+            deadline_s: after so long the pause ends whatever becomes of this process.
+            confirm_s: how long workers may take to obey.
+            ack: batches to ack at the end, before anything new is sampled.
+            post: tell the engines the version; False where your push does.
+
+        Raises:
+            ValueError: the version is lower than the one before; no such mode; a bad time.
+            PauseNotConfirmed: a live worker did not obey in time; the run goes on as before.
+            RuntimeError: another update of this stream is under way.
+            RunFailed: the run was ended.
+            StreamError: Redis did not answer in time, or the stream was closed.
+            ConsumerTaken: a later trainer took over; nothing was changed.
+
+        Example:
+            >>> with stream.updating_weights(step) as update:
+            ...     push(model, update.engines)
+        """
+        plan = self._weights.plan(
+            version,
+            mode,
+            label=label,
+            wait_idle=wait_idle,
+            deadline_s=deadline_s,
+            confirm_s=confirm_s,
+            ack=ack,
+            post=post,
+        )
+        return Updating(self._weights, self._hold, self._lock, plan)
+
+    def engines(self) -> list[str]:
+        """Return the root URLs of the engines: those of `set_engines`, else what workers found.
+
+        Of the latter without those that every worker finds down. Inside `updating_weights` it is
+        the list of that update, which does not change.
+        """
+        return self._weights.engines()
+
+    def set_engines(self, urls: Sequence[str] | None) -> None:
+        """Name the engines for every worker, in place of its `engine.urls`, from now on.
+
+        Args:
+            urls: root URLs, also `dns+http://…` and `router+http://…`; None gives every worker its
+                own configuration again.
+
+        Raises:
+            ValueError: one is no URL, or the list is empty.
+            StreamError: Redis did not answer in time.
+        """
+        self._weights.set_engines(urls)
+
+    def pause(
+        self,
+        mode: control.PauseMode = "keep",
+        deadline_s: float = 0.0,
+        *,
+        timeout_s: float = ACK_TIMEOUT_S,
+    ) -> None:
+        """Have no sample started and no call made until `resume`; deadlines stand still meanwhile.
+
+        Finished groups go on to come. A repeat replaces the mode and the deadline.
+
+        Args:
+            mode: `keep` lets calls in flight end; `abort` has workers stop them, uncharged.
+            deadline_s: after so long the pause ends by itself; 0 is never.
             timeout_s: how long a Redis outage is waited for.
 
         Raises:
-            ValueError: no such mode.
+            ValueError: no such mode, or a bad time.
+            RuntimeError: inside `updating_weights`.
             RunFailed: the run was ended.
             RunLost: Redis does not know the run any more.
             StreamError: Redis did not answer in time.
         """
-        control.check_mode(mode)
-        self._change(calls.pause(mode), timeout_s)
+        self._weights.pause(mode, deadline_s, timeout_s)
 
     def resume(self, timeout_s: float = ACK_TIMEOUT_S) -> None:
         """End a pause; does nothing where there is none. Raises as `pause` does."""
-        self._change(calls.resume(), timeout_s)
+        self._weights.resume(timeout_s)
 
-    def _change(self, call: ScriptCall[ControlAnswer], timeout_s: float) -> None:
-        with self._lock:
-            self._hold.patiently(lambda: control.change(self._hold, call), timeout_s)
+    def drain(self, timeout_s: float = 600.0, interrupt: threading.Event | None = None) -> None:
+        """Pause the run, and return once no engine has a call of it; `resume` goes on.
+
+        Args:
+            timeout_s: how long calls in flight may take to end.
+            interrupt: set by another thread to give up, with `Interrupted`.
+
+        Raises:
+            PauseNotConfirmed: calls are left after `timeout_s`; the run goes on.
+            RuntimeError: inside `updating_weights`.
+            RunFailed: the run was ended.
+            StreamError: Redis did not answer in time.
+        """
+        self._weights.drain(timeout_s, interrupt or threading.Event())
+
+    def evaluate(
+        self,
+        name: str,
+        prompts: Sequence[EvalPrompt],
+        n: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        env: str | None = None,
+        interrupt: threading.Event | None = None,
+    ) -> EvalResult:
+        """Sample prompts to measure the policy; training goes on, and none of it is trained on.
+
+        They run before all training groups, on a connection of its own: another thread may
+        iterate, ack and update weights meanwhile. Which weights sampled it is in the result.
+
+        Args:
+            name: for metrics.
+            prompts: texts, messages, rows (`prompt`, `label`, …) or prompt groups.
+            n: samples a prompt.
+            sampling: parameters that differ from the environment's, for all prompts.
+            timeout_s: what has not ended by then is missing, with the reason `timeout`.
+            env: its tools, reward and limits; None is the only one, or `default`.
+            interrupt: set by another thread to give up, with `Interrupted`.
+
+        Raises:
+            ValueError: no prompt, a bad row, n or environment.
+            RuntimeError: inside `updating_weights` of this thread's stream, where nothing runs.
+            RunFailed: the run was ended.
+            RunLost: there is no such run.
+            StreamError: Redis did not answer, and nothing was read; or the stream was closed.
+            ConsumerTaken: a later trainer took over.
+        """
+        self._hold.refuse_if_closed()
+        if self._weights.current is not None:
+            raise RuntimeError("inside updating_weights nothing is sampled: evaluate behind it")
+        text = self._hold.intake.text
+        asked = ask(self.info, name, prompts, n, sampling, timeout_s, env, text=text)
+        return run_evaluation(self._hold, self._lock, asked, interrupt or threading.Event())
 
     def withdraw(self, group_index: int, timeout_s: float = ACK_TIMEOUT_S) -> bool:
         """Drop a live group as `withdrawn`: no more of it is sampled, and it never comes.
@@ -366,44 +487,12 @@ class GroupStream:
         Raises:
             StreamError: Redis did not answer, or groups are left after `timeout_s`.
         """
-        limit = time.monotonic() + timeout_s
-        reason = reason.encode(errors="replace").decode()
         with self._lock:
-            hold = self._hold
-            hold.aborted_here = True
-            hold.patiently(lambda: hold.queue.call(calls.abort_run(reason)), timeout_s)
-            while hold.patiently(lambda: hold.sweep(1), timeout_s):
-                if time.monotonic() > limit:
-                    raise StreamError(f"run {hold.info.run!r} still drops groups; abort it again")
+            control.abort_run(self._hold, reason, timeout_s)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the run and of this stream for a tracker, all under `stream/`.
 
         During an outage, and behind `close`, only what this process knows by itself.
         """
-        hold = self._hold
-        figures: dict[str, float] = {
-            "stream/version": hold.lineage.version,
-            "stream/held_groups": len(hold.held),
-            "stream/acked_here": hold.num_acked,
-            "stream/wait_s": self._wait_s,
-            "stream/stale_at_hand_out": hold.intake.num_stale,
-            "stream/unreadable": hold.intake.num_unreadable,
-            "stream/rollbacks": hold.lineage.rollbacks,
-        }
-        if hold.is_closed:
-            return figures
-        try:
-            with hold.queue.within(METRICS_TIMEOUT_S):
-                counters, depths = hold.queue.counters(), hold.queue.depths()
-        except OUTAGES:
-            return figures
-        figures["stream/dropped"] = 0
-        for name, count in counters.items():
-            kind, _, reason = name.partition(":")
-            figures[f"stream/{kind}/{reason}" if reason else f"stream/{kind}"] = count
-            if kind == "dropped":
-                figures["stream/dropped"] += count
-        figures["stream/live"] = depths["live"]
-        figures["stream/leased_members"] = depths["l"]
-        return figures
+        return stream_figures(self._hold, self._weights.figures, self._wait_s)

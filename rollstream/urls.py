@@ -1,8 +1,8 @@
 """Addresses of servers: what is wrong with one, what one with sentinels says, how one is shown.
 
-Owns the check of a Redis URL and the hiding of secrets in whatever is printed. Never connects,
-imports the standard library only. Invariant: no answer of this module that is for people holds a
-password, however malformed the URL is that it was given.
+Owns the checks of a Redis URL and of an engine's, and the hiding of secrets in whatever is printed.
+Never connects, imports the standard library only. Invariant: no answer of this module that is for
+people holds a password, however malformed the URL is that it was given.
 
     redis://[user:password@]host[:port][/db]            one server, or any node of a cluster
     unix://[user:password@]/path[?db=N]                 the same machine
@@ -60,6 +60,23 @@ def redis_url_problem(url: str) -> str:
     if parts.scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path):
         return "a URL whose path is the number of a database (redis://host:port/0)"
     return _query_problem(parts.scheme, parts.query)
+
+
+def engine_url_problem(url: str) -> str:
+    """Return what was expected of an engine's root URL that is none, else nothing."""
+    plain = url.removeprefix("dns+").removeprefix("router+")
+    if not plain.startswith(("http://", "https://")):
+        return "a URL that starts with http:// or https://, or with dns+ or router+ before that"
+    if not url.isprintable() or " " in url:
+        return "a URL without blanks, line breaks and control characters"
+    try:
+        parts = urlsplit(plain)
+        _ = parts.port
+    except ValueError:
+        return "a URL whose port is a number up to 65535"
+    if not parts.hostname or not _is_host(parts.hostname):
+        return "a URL with a host: a name or an address"
+    return "a URL without ? and #" if parts.query or parts.fragment else ""
 
 
 def _is_host(host: str | None) -> bool:

@@ -7,6 +7,7 @@ them the run was swept, the claim checked, and the stream read again where it mi
 
 from __future__ import annotations
 
+import logging
 import time
 
 from redis.exceptions import ResponseError
@@ -17,6 +18,8 @@ from rollstream.hold import MAX_WAIT_S, PAUSE_S, Hold
 from rollstream.lineage import Fenced, RunMissing
 from rollstream.queue.reads import StreamEntry
 from rollstream.runs import OUTAGES, REFUSALS, damaged, is_damage, missing
+
+log = logging.getLogger("rollstream.stream")
 
 REPAGE_S = 1.0
 """A wait that was idle for this long reads the stream again from its start."""
@@ -38,6 +41,7 @@ class Wait:
         self.over = False
         self._entries: list[StreamEntry] = []
         self._moved_mono_s = self._paged_mono_s = time.monotonic()
+        self._told_mono_s = self._moved_mono_s
         self._stuck_mono_s: float | None = None
         self._lost_mono_s: float | None = None
         self._num_ended: int | None = None
@@ -128,7 +132,9 @@ class Wait:
             if name == "acked" or name.startswith("dropped:")
         )
         depths, presence = hold.queue.depths(), hold.queue.presence()
-        look = ends.Look(hold.info, depths, presence, len(hold.held))
+        look = ends.Look(hold.info, depths, presence, len(hold.held), hold.is_paused_here)
+        if look.is_paused_here:
+            self._wait_for_resume(now)
         if num_ended != self._num_ended:
             self._moved_mono_s = now if self._num_ended is not None else self._moved_mono_s
             self._num_ended = num_ended
@@ -153,7 +159,15 @@ class Wait:
         if deadlock is None:
             self._stuck_mono_s = None
         if is_late:
-            raise ends.stalled(look, self._timeout_s, hold.oldest())
+            raise ends.stalled(look, self._timeout_s, hold.oldest(), hold.queue.confirmations())
+
+    def _wait_for_resume(self, now: float) -> None:
+        """Begin the time anew, in which nothing may end: nothing ends because we want it so."""
+        self._moved_mono_s = now
+        if now - self._told_mono_s >= self._timeout_s:
+            self._told_mono_s = now
+            log.warning("waiting for groups, and %s", ends.paused(self._hold.info, here=True),
+                        extra={"run": self._hold.info.run})  # fmt: skip
 
     def _has_lasted(self, now: float, grace_s: float) -> bool:
         """A producer that restarts, or an ack from another thread, gets its time."""

@@ -1,0 +1,436 @@
+"""New weights for the engines of a run: pause, the trainer's push, version, resume.
+
+Owns one update at a time, from the pause that every live worker confirmed to the resume. Never
+moves a weight and never talks to a worker but through Redis. Invariant: however an update ends
+(an exception, Ctrl-C, a run that ended), the run is resumed, or the pause's own deadline in Redis
+resumes it; the run's version moves only once the push is done and the engines were told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from rollstream import confirmed, control
+from rollstream.batch import Batch
+from rollstream.checkpoint import MAX_VERSION
+from rollstream.control import PauseMode
+from rollstream.engine_posts import post_all
+from rollstream.hold import Hold
+from rollstream.lineage import RunMissing
+from rollstream.pausing import Pausing
+from rollstream.queue import calls
+from rollstream.queue.answers import ControlAnswer
+from rollstream.queue.calls import ScriptCall
+from rollstream.urls import engine_url_problem
+
+log = logging.getLogger("rollstream.stream")
+
+CALL_TIMEOUT_S = 60.0
+"""How long one change of the run outlasts a Redis outage."""
+POST_TIMEOUT_S = 10.0
+VERSION_PATH = "/update_weight_version"
+BUSY = (
+    "this stream is inside updating_weights (or drain): it pauses, sets the version and resumes by "
+    "itself, and only one is under way at a time"
+)
+
+
+@dataclass(slots=True)
+class WeightUpdate:
+    """What the block of `updating_weights` gets."""
+
+    version: int
+    """What the engines will serve when the block is left."""
+    mode: PauseMode
+    engines: list[str] = field(default_factory=list)
+    """Who gets the weights. Take one out that your push did not reach: it is not told the version,
+    so it gets no calls until a later update reaches it."""
+    workers: list[str] = field(default_factory=list)
+    """Live workers that confirmed the pause."""
+    entered_s: float = 0.0
+    """From the pause to the last confirmation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one update is to be done."""
+
+    version: int
+    mode: PauseMode
+    label: str | None
+    wait_idle: bool
+    deadline_s: float
+    confirm_s: float
+    ack: Sequence[Batch]
+    post: bool
+
+    @property
+    def engine_label(self) -> str:
+        """What the engines are told that their weights are called."""
+        return self.label or str(self.version)
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a stream counted of its updates."""
+
+    updates: int = 0
+    failed: int = 0
+    enter_s: float = 0.0
+    """Of the last one: until every worker had confirmed."""
+    update_s: float = 0.0
+    """Of the last one: from its pause to its resume."""
+    paused_s: float = 0.0
+    """Of all together."""
+    not_told: int = 0
+    """Engines that did not take the version, over all updates."""
+
+
+class Weights:
+    """The weights of one stream's run: versions, pauses, engines, updates."""
+
+    def __init__(self, hold: Hold, lock: threading.RLock, ack: Callable[[Batch], None]) -> None:
+        """Do nothing yet.
+
+        Args:
+            hold: of the stream.
+            lock: that guards it.
+            ack: acks one batch.
+        """
+        self._hold, self._lock, self._ack = hold, lock, ack
+        self._busy = threading.Lock()
+        self.current: WeightUpdate | None = None
+        """The update whose block runs now."""
+        self.figures = Figures()
+        self._silent_engines: set[str] = set()
+        """Engines of which it was said that they take no version."""
+
+    # --- versions and pauses -------------------------------------------------------------------
+    def set_version(self, version: int, label: str | None) -> None:
+        """See `GroupStream.set_weight_version`."""
+        self._refuse_inside()
+        version = self.checked(version)
+        with self._lock:
+            lineage = self._hold.lineage
+            lineage.version, lineage.label = version, label
+            (answer,) = self._change([calls.set_version(version, label)], CALL_TIMEOUT_S)
+        self._say_if_higher(answer, version)
+
+    def checked(self, version: int) -> int:
+        """Return the version as an int.
+
+        Raises:
+            ValueError: it is lower than the version before, or too large.
+            TypeError: no whole number.
+        """
+        version, now = operator.index(version), self._hold.lineage.version
+        if version > MAX_VERSION:
+            raise ValueError(f"weight version {version} is larger than {MAX_VERSION}")
+        if version < now:
+            raise ValueError(
+                f"weight version {version} is lower than {now}: versions rise over the whole run; "
+                "count on from stream.version"
+            )
+        return version
+
+    def _say_if_higher(self, answer: ControlAnswer, version: int) -> None:
+        if answer.version > version:
+            # A checkpoint older than the run: versions of the abandoned future stay in Redis.
+            log.warning(
+                "the run has a higher weight version",
+                extra={"run": self._hold.info.run, "version": version,
+                       "redis_version": answer.version},
+            )  # fmt: skip
+
+    def pause(self, mode: PauseMode, deadline_s: float, timeout_s: float) -> None:
+        """See `GroupStream.pause`."""
+        self._refuse_inside()
+        control.check_mode(mode)
+        check_seconds(deadline_s=deadline_s)
+        with self._lock:
+            self._live([calls.pause(mode, deadline_s)], timeout_s)
+            self._hold.paused_here = True
+
+    def resume(self, timeout_s: float) -> None:
+        """See `GroupStream.resume`."""
+        self._refuse_inside()
+        with self._lock:
+            self._live([calls.resume()], timeout_s)
+            self._hold.paused_here = False
+
+    def _refuse_inside(self) -> None:
+        if self._busy.locked():
+            raise RuntimeError(BUSY)
+
+    def _change(
+        self, changes: Sequence[ScriptCall[ControlAnswer]], timeout_s: float
+    ) -> list[ControlAnswer]:
+        with self._lock:
+            hold = self._hold
+            return hold.patiently(lambda: hold.queue.call_many(changes), timeout_s)
+
+    def _live(
+        self, changes: Sequence[ScriptCall[ControlAnswer]], timeout_s: float
+    ) -> list[ControlAnswer]:
+        """Change a run that goes on; raises as `control.change` does."""
+        with self._lock:
+            hold = self._hold
+            return hold.patiently(lambda: control.change_all(hold, changes), timeout_s)
+
+    # --- engines -------------------------------------------------------------------------------
+    def engines(self, timeout_s: float = CALL_TIMEOUT_S) -> list[str]:
+        """See `GroupStream.engines`."""
+        current = self.current
+        if current is not None:
+            return list(current.engines)
+        with self._lock:
+            return self._hold.patiently(self._engines, timeout_s)
+
+    def _engines(self) -> list[str]:
+        queue = self._hold.queue
+        info = queue.info()
+        if info is None:
+            raise RunMissing(f"Redis has no run {queue.run!r}")
+        # A name or a router stands for engines that only the workers know.
+        if info.engines is not None and all(u.startswith("http") for u in info.engines):
+            return list(info.engines)
+        alive = confirmed.live(queue.confirmations(), info.lease_s)
+        return confirmed.reachable(confirmed.engine_views(alive))
+
+    def set_engines(self, urls: Sequence[str] | None, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """See `GroupStream.set_engines`."""
+        if urls is not None:
+            urls = checked_engines(urls)
+        self._live([calls.set_engines(urls)], timeout_s)
+
+    # --- updates -------------------------------------------------------------------------------
+    def plan(
+        self,
+        version: int,
+        mode: PauseMode | None,
+        *,
+        label: str | None,
+        wait_idle: bool | None,
+        deadline_s: float,
+        confirm_s: float,
+        ack: Batch | Sequence[Batch] | None,
+        post: bool,
+    ) -> Plan:
+        """Return the plan of an update; what is not given follows from the run's `weights.mode`.
+
+        Raises:
+            ValueError: no such mode, a bad version or time, a label that is none.
+        """
+        runs_as = self._hold.info.weights_mode
+        if mode is None:
+            mode = "keep" if runs_as == "async" else "abort"
+        control.check_mode(mode)
+        check_seconds(confirm_s=confirm_s)
+        check_seconds(deadline_s=deadline_s)
+        if not confirm_s > 0 or not deadline_s > 0:
+            raise ValueError(
+                f"confirm_s={confirm_s}, deadline_s={deadline_s}: both must be positive"
+            )
+        batches = [] if ack is None else [ack] if isinstance(ack, Batch) else list(ack)
+        version = self.checked(version)
+        if label is not None:
+            calls.set_label(version, label)  # refuses an empty or endless one before the pause
+        return Plan(
+            version=version,
+            mode=mode,
+            label=label,
+            # Whoever stops calls waits for their end: the engines hold their tokens until then.
+            wait_idle=mode == "abort"
+            or (runs_as == "colocated" if wait_idle is None else wait_idle),
+            deadline_s=deadline_s,
+            confirm_s=confirm_s,
+            ack=batches,
+            post=post,
+        )
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be the only update, or drain, of this stream.
+
+        Raises:
+            RuntimeError: there is one under way, in this thread or another.
+        """
+        self.take()
+        try:
+            yield
+        finally:
+            self.give()
+
+    def take(self) -> None:
+        """Begin what only one may do at a time; raises as `alone` does."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(BUSY)
+
+    def give(self) -> None:
+        """End it."""
+        self._busy.release()
+
+    def drain(self, timeout_s: float, interrupt: threading.Event) -> None:
+        """See `GroupStream.drain`."""
+        check_seconds(timeout_s=timeout_s)
+        with self.alone():
+            pausing = Pausing(self._hold, self._lock)
+            try:
+                pausing.begin("keep", 0.0, timeout_s, [])
+                pausing.await_workers(timeout_s, idle=True, interrupt=interrupt)
+            except BaseException:
+                pausing.undo()
+                raise
+
+    def tell_engines(self, plan: Plan, engines: Sequence[str]) -> None:
+        """Say to every engine what its weights are called now; one that does not take it is left.
+
+        It reports its old version then, so workers give it no calls (`engine.require_version`).
+        """
+        body = {"new_version": plan.engine_label, "abort_all_requests": False}
+        for posted in post_all(engines, VERSION_PATH, body, timeout_s=POST_TIMEOUT_S):
+            if not posted.error:
+                self._silent_engines.discard(posted.url)
+                continue
+            self.figures.not_told += 1
+            # Once an engine: one without the route would say so with every update.
+            level = logging.DEBUG if posted.url in self._silent_engines else logging.WARNING
+            self._silent_engines.add(posted.url)
+            log.log(
+                level,
+                "an engine did not take the weight version: %s",
+                posted.error,
+                extra={"run": self._hold.info.run, "engine": posted.url, "version": plan.version},
+            )
+
+    def finish(self, plan: Plan, update: WeightUpdate, pausing: Pausing) -> None:
+        """End an update whose block is done: ack, engines, version, resume."""
+        hold = self._hold
+        with self._lock:
+            # Behind a takeover nothing of the run or its engines is this trainer's to change.
+            hold.patiently(hold.lineage.check, CALL_TIMEOUT_S)
+        for batch in plan.ack:
+            self._ack(batch)
+        if plan.post:
+            self.tell_engines(plan, update.engines)
+        pausing.say_if_over()
+        with self._lock:
+            hold.lineage.version, hold.lineage.label = plan.version, plan.label
+            first, _ = self._live(
+                [calls.set_version(plan.version, plan.label), pausing.end()], CALL_TIMEOUT_S
+            )
+            pausing.ended()
+        self._say_if_higher(first, plan.version)
+
+
+class Updating:
+    """One update as a context manager; `enter` and `leave` are the same for other threads."""
+
+    def __init__(self, weights: Weights, hold: Hold, lock: threading.RLock, plan: Plan) -> None:
+        self._weights, self._plan = weights, plan
+        self._pausing = Pausing(hold, lock)
+        self._update = WeightUpdate(plan.version, plan.mode)
+        self._started_mono_s = 0.0
+
+    def __enter__(self) -> WeightUpdate:
+        return self.enter(threading.Event())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leave(is_failed=kind is not None)
+
+    def enter(self, interrupt: threading.Event) -> WeightUpdate:
+        """Pause the run; return once every live worker obeys.
+
+        Raises:
+            PauseNotConfirmed: one did not within `confirm_s`; the run goes on as before.
+            RuntimeError: another update is under way.
+            Interrupted: `interrupt` was set; the run goes on as before.
+            RunFailed: the run was ended.
+            StreamError: Redis did not answer in time.
+            ConsumerTaken: a later trainer took over.
+        """
+        weights, plan, update = self._weights, self._plan, self._update
+        weights.take()
+        self._started_mono_s = time.monotonic()
+        try:
+            weights.checked(plan.version)
+            named = [] if plan.label is None else [calls.set_label(plan.version, plan.label)]
+            self._pausing.begin(plan.mode, plan.deadline_s, plan.confirm_s, named)
+            alive = self._pausing.await_workers(
+                plan.confirm_s, idle=plan.wait_idle, interrupt=interrupt
+            )
+            update.workers = sorted(one.worker for one in alive)
+            update.engines = weights.engines()
+            if not update.engines:
+                log.warning("no engine is known: name them with set_engines, or start a worker")
+            update.entered_s = time.monotonic() - self._started_mono_s
+            weights.figures.enter_s = update.entered_s
+            weights.current = update
+        except BaseException:
+            self._end(is_failed=True)
+            raise
+        return update
+
+    def leave(self, *, is_failed: bool) -> None:
+        """End the update: as planned, or with the old version where it failed."""
+        try:
+            if not is_failed:
+                self._weights.finish(self._plan, self._update, self._pausing)
+        except BaseException:
+            is_failed = True
+            raise
+        finally:
+            self._end(is_failed=is_failed)
+
+    def _end(self, *, is_failed: bool) -> None:
+        weights = self._weights
+        try:
+            if is_failed:
+                self._pausing.undo()
+        finally:
+            figures, lasted_s = weights.figures, time.monotonic() - self._started_mono_s
+            figures.updates, figures.failed = figures.updates + 1, figures.failed + is_failed
+            figures.update_s, figures.paused_s = lasted_s, figures.paused_s + lasted_s
+            weights.current = None
+            weights.give()
+
+
+def checked_engines(urls: Sequence[str]) -> list[str]:
+    """Return root URLs of engines, without the slash at their end.
+
+    Raises:
+        ValueError: one is none, or there is none at all.
+        TypeError: not a list of strings.
+    """
+    if isinstance(urls, str):
+        raise TypeError(f"engines: expected a list of URLs, got the string {urls[:80]!r}")
+    checked = [url.rstrip("/") for url in urls]
+    for url in checked:
+        if problem := engine_url_problem(url):
+            raise ValueError(f"engine {url!r}: expected {problem}")
+    if not checked:
+        raise ValueError("engines: an empty list stops every worker; None is their configuration")
+    return list(dict.fromkeys(checked))
+
+
+def check_seconds(**given: float) -> None:
+    """Refuse times that are none.
+
+    Raises:
+        ValueError: negative, or no number at all.
+    """
+    for name, value in given.items():
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value}: expected seconds, 0 or more")
