@@ -207,8 +207,10 @@ class Sample:
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
     rollout_routed_experts: npt.NDArray[Any] | None = None
-    """[L-1, layers, top_k]"""
+    """[L-1, layers, top_k] uint8, uint16 or int32, as the engine served them; int32 where rows are
+    -1 throughout, which no engine brought."""
     rollout_indexer_topk: npt.NDArray[Any] | None = None
+    """[L-1, layers, top_k] int32"""
     teacher_log_probs: LogProbs | None = None
     """[R]"""
     opd_reverse_kl: LogProbs | None = None

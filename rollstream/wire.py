@@ -46,7 +46,10 @@ _BODY_FIELDS = tuple(f for f in SAMPLE_FIELDS if f not in _GROUP_FIELDS | _TEXT_
 _RULE_FIELDS = tuple(f.name for f in fields(EnvRule))
 _PER_RESPONSE = tuple(name for name in ARRAY_DTYPES if name != "tokens")
 _BLOCK_DTYPES = frozenset(np.dtype(kind).newbyteorder("<").str for kind in "?bBhHiIqQefd")
-"""What an array of several dimensions may hold."""
+"""What an array of several dimensions may hold, read from any writer."""
+_REPLAY_DTYPES = frozenset(np.dtype(kind).newbyteorder("<").str for kind in "bBhHi")
+"""What engines serve rows in, and what holds our -1; wider ones are a mistake of somebody's, and
+would be most of a sample."""
 _Codec: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
@@ -334,11 +337,25 @@ def _array_codec(name: str) -> _Codec:
 
 
 def _encode_block(value: Any) -> list[Any]:
-    array = np.asarray(value)
+    array = value if isinstance(value, np.ndarray) else _from_lists(value)
     dtype = array.dtype.newbyteorder("<")
-    if dtype.str not in _BLOCK_DTYPES:
-        raise WireError(f"an array of {array.dtype} has no wire form")
+    if dtype.str not in _REPLAY_DTYPES:
+        raise WireError(
+            f"an array of {array.dtype} has no wire form: replay rows are what the engine served "
+            "(uint8, uint16 or int32)"
+        )
     return [dtype.str, list(array.shape), np.ascontiguousarray(array, dtype=dtype).tobytes()]
+
+
+def _from_lists(value: Any) -> Any:
+    array = np.asarray(value)
+    if (
+        array.dtype == np.int64
+        and array.size
+        and np.array_equal(cast := array.astype("<i4"), array)
+    ):
+        return cast
+    return array
 
 
 def _decode_block(value: list[Any]) -> Any:

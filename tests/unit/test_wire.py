@@ -181,6 +181,26 @@ def test_plain_python_lists_are_coerced_to_the_wire_type() -> None:
     assert back.rollout_routed_experts.tolist() == [[1], [2], [3], [4]]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_replay_rows_travel_in_the_dtype_in_which_they_were_served(dtype: str) -> None:
+    sample = a_sample(3)
+    sample.rollout_routed_experts = np.arange(16, dtype=dtype).reshape(4, 2, 2)
+    body = wire.encode_body(sample)
+    back = wire.decode_body(body, GROUP)
+    assert isinstance(back, Sample)
+    assert back.rollout_routed_experts is not None
+    assert back.rollout_routed_experts.dtype == dtype
+    assert sample.rollout_routed_experts.tobytes() in body, "raw, and in no wider type"
+
+
+@pytest.mark.parametrize("rows", [np.zeros((4, 2, 2), np.int64), [[2**40]] * 4, np.zeros((4, 1))])
+def test_replay_rows_wider_than_any_server_sends_are_refused(rows: Any) -> None:
+    sample = a_sample(3)
+    sample.rollout_routed_experts = rows
+    with pytest.raises(WireError, match="replay rows are what the engine served"):
+        wire.encode_body(sample)
+
+
 @pytest.mark.parametrize("value", [{1, 2}, object(), 2**80, lambda: None])
 def test_a_value_without_a_wire_form_is_refused_by_name(value: Any) -> None:
     with pytest.raises(WireError, match="no wire form"):

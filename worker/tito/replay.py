@@ -28,6 +28,10 @@ NOT_FED = -1
 """Every value of a row that no reply brought: of an observation behind the last call, or of a reply
 that was aborted before it could say."""
 _BLOCK = 1024
+_SERVED_UNSIGNED = (np.dtype(np.uint8), np.dtype(np.uint16))
+_INT32 = np.iinfo(np.int32)
+_SLACK_BYTES = 4096
+"""What a payload may have beside its rows (the head of an `.npy` file) and still be kept whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,12 @@ def check_shapes(patches: Iterable[Patch], name: str = "routed_experts") -> None
                 f"{name} of record {record} is {rows.dtype} of shape {rows.shape}; expected whole "
                 "numbers [rows, layers, top_k]"
             )
+        if (
+            rows.itemsize > 4
+            and rows.size
+            and not (_INT32.min <= rows.min() <= rows.max() <= _INT32.max)
+        ):
+            raise ValueError(f"{name} of record {record} holds numbers that are no int32")
         if len(rows) != patch.fed - start:
             raise ValueError(
                 f"{name} of record {record} has {len(rows)} rows from row {start}; its prompt and "
@@ -154,14 +164,15 @@ def joined(patches: Sequence[Patch], num_rows: int) -> Rows | None:
 
     None where no patch has a payload at all: then there is no replay data.
 
-    Shape: [num_rows, layers, top_k] int32.
+    Shape: [num_rows, layers, top_k], in the dtype in which the engine served them; int32 where rows
+        are missing, since a narrower type of an engine's has no -1.
     """
     held = [patch.replay.rows for patch in patches if patch.replay is not None]
     if not held:
         return None
     shape = next((rows.shape[1:] for rows in held if len(rows)), held[0].shape[1:])
     pieces, missing = _pieces(patches, num_rows)
-    result = np.empty((num_rows, *shape), np.int32)
+    result = np.empty((num_rows, *shape), _dtype_of(pieces, missing))
     for start, rows in pieces:
         result[start : start + len(rows)] = rows
     for start, end in missing:
@@ -169,9 +180,28 @@ def joined(patches: Sequence[Patch], num_rows: int) -> Rows | None:
     return result
 
 
+def _dtype_of(pieces: Sequence[tuple[int, Rows]], missing: Sequence[tuple[int, int]]) -> Any:
+    """Return the narrowest dtype of a server's that holds every piece, and -1 where that is said.
+
+    Rows that were parked with -1 behind them come back as int32; together with what was served
+    since, they are what one reply would have been.
+    """
+    served = [rows.dtype for _, rows in pieces if rows.dtype in _SERVED_UNSIGNED]
+    if missing or not served:
+        return np.dtype(np.int32)
+    widest = max(served, key=lambda dtype: dtype.itemsize)
+    most = np.iinfo(widest).max
+    for _, rows in pieces:
+        if rows.dtype not in _SERVED_UNSIGNED and not (rows.min() >= 0 and rows.max() <= most):
+            return np.dtype(np.int32)
+    return widest
+
+
 def num_known(rows: Rows) -> int:
     """Return how many rows of a joined array are known: all before the -1 rows at its end."""
     end = len(rows)
+    if rows.dtype.kind == "u":
+        return end
     while end > 0:
         start = max(0, end - _BLOCK)
         known = np.flatnonzero((rows[start:end] != NOT_FED).any(axis=(1, 2)))
@@ -255,7 +285,7 @@ def _own(rows: Rows) -> Rows:
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
     held = base.nbytes if isinstance(base, np.ndarray | memoryview) else len(base)
-    return rows if held <= rows.nbytes else rows.copy()
+    return rows if held <= rows.nbytes + _SLACK_BYTES else rows.copy()
 
 
 def _pieces(

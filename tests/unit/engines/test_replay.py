@@ -128,7 +128,7 @@ def body_of(asked: Asked | None) -> bytes:
     return body_bytes(head, RequestIds([b"1,2"], 2, None if asked is None else asked.start))
 
 
-def test_11_a_request_without_replay_has_no_word_of_it() -> None:
+def test_11_a_request_without_replay_has_the_bytes_that_it_always_had() -> None:
     assert body_of(None) == (
         b'{"sampling_params":{"temperature":1.0,"top_p":1.0,"top_k":-1,"min_p":0.0,'
         b'"frequency_penalty":0.0,"presence_penalty":0.0,"repetition_penalty":1.0,'

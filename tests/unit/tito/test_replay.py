@@ -370,6 +370,61 @@ def test_a_trajectory_that_is_parked_anywhere_ends_bitwise_as_one_that_was_not(
 
 
 # --- cost ----------------------------------------------------------------------------------------
+def served(trajectory: Trajectory, ids: list[int], turn: int, dtype: str) -> None:
+    """Add a reply whose rows come in a dtype of the server's."""
+    start = trajectory.request().replay_start
+    assert start is not None
+    fed = range(start, trajectory.request().num_tokens + len(ids) - 1)
+    given = Replay(start, rows([turn * 50 + position for position in fed]).astype(dtype))
+    trajectory.add_completion(
+        a_completion(ids, routed_experts=given), dispatched_version=1, sampling={}
+    )
+
+
+def finished(trajectory: Trajectory) -> Any:
+    """Return the rows of the finished sample."""
+    return trajectory.write_to(Sample()).rollout_routed_experts
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_rows_stay_in_the_dtype_in_which_they_were_served(dtype: str) -> None:
+    trajectory = Trajectory(prompt_ids(PROMPT), (2,), replay=True)
+    served(trajectory, [4, 5], 1, dtype)
+    served(trajectory, [6], 2, dtype)
+    held = finished(trajectory)
+    assert held.dtype == dtype
+    assert held[:, 0, 0].tolist() == [50, 51, 52, 53, 104]
+
+
+def test_rows_become_int32_only_where_one_is_missing() -> None:
+    trajectory = Trajectory(prompt_ids(PROMPT), (2,), replay=True)
+    served(trajectory, [4, 5], 1, "uint8")
+    trajectory.add_observation(array([7, 8]))
+    held = finished(trajectory)
+    assert held.dtype == np.int32
+    assert held[:, 0, 0].tolist() == [50, 51, 52, 53, -1, -1]
+
+
+def test_rows_that_were_parked_with_a_gap_are_narrow_again_once_it_is_filled() -> None:
+    parked = Trajectory(prompt_ids(PROMPT), (2,), replay=True)
+    served(parked, [4, 5], 1, "uint8")
+    parked.add_observation(array([7]))
+    again = Trajectory.from_sample(parked.write_to(Sample()), (2,), replay=True)
+    served(again, [9], 2, "uint8")
+    held = finished(again)
+    assert held.dtype == np.uint8
+    assert held[:, 0, 0].tolist() == [50, 51, 52, 53, 104, 105]
+
+
+def test_rows_wider_than_int32_are_refused_where_they_cannot_be_one() -> None:
+    trajectory = Trajectory(prompt_ids(PROMPT), (2,), replay=True)
+    wide = rows([1, 2, 3, 4]).astype(np.int64) << 33
+    with pytest.raises(MergeFault, match="no int32"):
+        trajectory.add_completion(
+            a_completion([4, 5], routed_experts=Replay(0, wide)), dispatched_version=1, sampling={}
+        )
+
+
 def test_rows_are_held_once_and_copied_once() -> None:
     layers, top_k, turns = 16, 4, 40
     trajectory = Trajectory(prompt_ids(list(range(100))), (2,), replay=True)
