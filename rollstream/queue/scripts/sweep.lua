@@ -132,6 +132,8 @@ end
 local function evict_stale()
   local max_stale = tonumber(run.max_stale or -1)
   if max_stale < 0 or run.on_stale == 'deliver' then return 0 end
+  -- A failed run keeps its groups as they are, and an aborted one has another reason to drop them.
+  if run.state ~= 'running' and run.state ~= 'paused' then return 0 end
   local oldest = int(tonumber(run.version) - max_stale)
   local stale = call('ZRANGEBYSCORE', K .. 'age', '-inf', '(' .. oldest, 'LIMIT', 0, STALE_PAGE)
   full_page(#stale, STALE_PAGE)

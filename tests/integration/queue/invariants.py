@@ -17,8 +17,8 @@ from tests.integration.queue.sight import Sight
 
 MAX_SUSPECTS, SUSPECT_CRASHES, ALONE_CRASHES = 8, 2, 3
 LEFT_AFTER_THE_END = {
-    "m", "c", "w", "wp", "wa", "wl", "ws", "wh", "cur", "past", "full", "ready", "ctl", "bell",
-    "room",
+    "m", "c", "w", "wp", "wa", "wl", "ws", "wh", "wc", "lb", "cur", "past", "full", "ready", "eval",
+    "ctl", "bell", "room",
 }  # fmt: skip
 
 
@@ -128,10 +128,12 @@ def _indexes(before: Sight, now: Sight, known: Known) -> None:
     of_state: dict[str, set[str]] = {state: set() for state in GroupState}
     for group in now.groups.values():
         of_state[group.state].add(group.gid)
-    in_ready = of_state["ready"] | of_state["delivered"]
+    assert not of_state["full"] & now.ge, "an evaluation waits for a verdict"
+    kept = of_state["ready"] | of_state["delivered"]
     for stream, gids, name in (
         ("full", of_state["full"], "full_id"),
-        ("ready", in_ready, "ready_id"),
+        ("ready", kept & now.gs, "ready_id"),
+        ("eval", kept & now.ge, "ready_id"),
     ):
         rows = now.entries[stream]
         found = Counter(row["g"] for row in rows.values() if row["g"] not in now.dangling)
@@ -150,8 +152,13 @@ def _check_age_and_dl(now: Sight) -> None:
     for gid, group in now.groups.items():
         aged = group.state != "delivered" and "version" in group.fields and gid in now.gs
         assert now.z["age"].get(gid) == (group.number("version") if aged else None), f"age of {gid}"
-        due = group.state == "open" and (group.number("deadline") or 0) > 0
-        assert now.z["dl"].get(gid) == (group.number("deadline") if due else None), f"dl of {gid}"
+        deadline, at = group.number("deadline") or 0, now.z["dl"].get(gid)
+        if deadline and gid in now.ge and group.state != "open":
+            assert at is not None, f"the evaluation {gid} is never forgotten"
+            assert at > deadline, f"the evaluation {gid} is forgotten too early"
+        else:
+            due = deadline > 0 and group.state == "open"
+            assert at == (deadline if due else None), f"dl of {gid}"
     for name in ("age", "dl"):
         strays = set(now.z[name]) - set(now.groups) - now.dangling
         assert not strays, f"{name} holds {strays}"
@@ -207,6 +214,7 @@ def _no_keys_left(before: Sight, now: Sight, known: Known) -> None:
     assert now.dangling <= known.vanished, f"hashes are gone: {now.dangling - known.vanished}"
     bound = max(now.budget("cap"), len(before.gs))
     assert known.may_go_back or len(now.gs) <= bound, f"{len(now.gs)} groups live"
+    assert set(now.wc) <= set(now.z["w"]), "what an absent worker confirmed is kept"
     assert now.bell <= 1
     assert now.room <= 1
 

@@ -126,6 +126,7 @@ class WalkState:
             W=self.rng.choice([8, 16]), max_attempts=self.rng.choice([1, 2, 3]),
             max_crashes=self.rng.choice([2, 4, 4, 4, 4]), max_requeues=2,
             max_stale=self.rng.choice([-1, 0, 1, 1, 2]), max_body=MAX_BODY,
+            on_stale=self.rng.choice(["drop", "requeue", "requeue", "deliver"]),
         )  # fmt: skip
         self.client, self.key = client, self.bench.key
         self.judged = JudgedQueue(client, client, self.bench.queue.run, scripts)
@@ -146,6 +147,7 @@ class WalkState:
         self.past_id = "-"
         self.vanished: set[str] = set()
         self.memory_full = False
+        self.num_labels = 0
         self.server_id = self.name("server")
         self.may_go_back = True
         self.checkpoints: list[Checkpoint] = []

@@ -32,7 +32,8 @@ from tests.queue_bench import unpack_ids
 MAX_LEASE, FAIR_SHARE, PROMOTE = 256, 8, 256
 MAX_SUSPECTS, SUSPECT_CRASHES, ALONE_CRASHES = 8, 2, 3
 BUDGETS = {"cap", "W", "lease_ms", "max_attempts", "max_crashes", "max_requeues", "max_stale",
-           "max_body"}  # fmt: skip
+           "max_body", "on_stale"}  # fmt: skip
+ON_STALE = {"drop", "requeue", "deliver"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +265,13 @@ def _park(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
     return "too_large" if len(args[3]) > scene.before.budget("max_body") else "parked"
 
 
+def _confirm(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
+    m = scene.before.m
+    if not scene.before.exists:
+        return BeatAnswer("lost", 0, 0, [])
+    return BeatAnswer(m["state"], int(m["version"]), int(m["control_seq"]), [])
+
+
 # --- aggregator and trainer ----------------------------------------------------------------------
 def _verdict(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
     group = scene.before.groups.get(args[0])
@@ -294,7 +302,10 @@ def _deliver(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
 
 
 def is_stale(group: Group, sight: Sight) -> bool:
+    """Return whether a group is too old, and may not be handed out as it is."""
     bound, version = sight.budget("max_stale"), group.number("version")
+    if not group.gid.isdecimal() or sight.m.get("on_stale") == "deliver":
+        return False
     return bound >= 0 and version is not None and int(sight.m["version"]) - version > bound
 
 
@@ -319,7 +330,16 @@ def _retire(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
     if _taken(args[0], scene.before):
         return "taken"
     group = scene.before.groups.get(args[1])
-    return "dropped" if group and group.state == GroupState.DELIVERED else "gone"
+    if group is None or group.state != GroupState.DELIVERED:
+        return "gone"
+    is_renewed = args[2] == "stale" and begins_anew(group, scene.before)
+    return "requeued" if is_renewed else "dropped"
+
+
+def begins_anew(group: Group, sight: Sight) -> bool:
+    """Return whether a group that is too old gets another life."""
+    may = sight.m.get("on_stale") == "requeue" and group.gid.isdecimal()
+    return may and int(group.life) < sight.budget("max_requeues")
 
 
 def _withdraw(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
@@ -354,7 +374,9 @@ def _control(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
     sight, op = scene.before, args[0]
     if not sight.exists:
         return ControlAnswer("lost", 0, 0, 0)
-    if op == "set" and args[1] not in BUDGETS:
+    if op == "set" and (
+        args[1] not in BUDGETS or (args[1] == "on_stale" and args[2] not in ON_STALE)
+    ):
         return ControlAnswer("unknown", 0, 0, 0)
     m, changed = dict(sight.m), False
     if op == "connect" and int(args[2]) > int(m["connects"]):
@@ -363,10 +385,16 @@ def _control(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
         m, changed = m | {"version": args[1]}, True
     elif op == "pause" and m["state"] == "running":
         m, changed = m | {"state": "paused"}, True
+    elif op == "pause":
+        changed = m["state"] == "paused" and m["pause_mode"] != args[1]
+    elif op == "label":
+        changed = int(args[1]) > int(sight.lb.get(args[2], -1))
+    elif op == "engines":
+        changed = args[1] != m.get("engines", "")
     elif op == "resume" and m["state"] == "paused":
         m, changed = m | {"state": "running"}, True
     elif op == "set":
-        changed = m[args[1]] != args[2]
+        changed = m.get(args[1]) != args[2]
     return _words(m, int(m["control_seq"]) + changed)
 
 
@@ -446,8 +474,8 @@ def _rewind(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
 
 _ORACLES: dict[str, Callable[[ScriptCall[Any], list[str], Scene], Any]] = {
     "open": _open, "enqueue": _enqueue, "lease": _lease, "beat": _beat, "complete": _complete,
-    "fail": _fail, "park": _park, "verdict": _verdict, "deliver": _deliver, "ack": _ack,
-    "retire": _retire, "withdraw": _withdraw, "requeue": _requeue, "control": _control,
+    "fail": _fail, "park": _park, "confirm": _confirm, "verdict": _verdict, "deliver": _deliver,
+    "ack": _ack, "retire": _retire, "withdraw": _withdraw, "requeue": _requeue, "control": _control,
     "present": _present, "end": _end, "state": _state, "rewind": _rewind,
 }  # fmt: skip
 """By script; `sweep` is judged by its effects, `audit` by the invariants."""

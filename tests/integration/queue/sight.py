@@ -19,8 +19,8 @@ from rollstream.states import MemberState
 from tests.queue_bench import unpack_ids
 
 ZSETS = ("q", "s", "d", "l", "age", "dl", "w", "wp", "wa")
-HASHES = ("m", "c", "wl", "ws")
-STREAMS = {"full": "aggregators", "ready": "trainer"}
+HASHES = ("m", "c", "wl", "ws", "wc", "lb")
+STREAMS = {"full": "aggregators", "ready": "trainer", "eval": "nobody"}
 _LOOK = """
 local K, call = KEYS[1], redis.call
 local function pending(name, group)
@@ -121,6 +121,10 @@ class Sight:
     z: dict[str, dict[str, int]]
     wl: dict[str, str]
     ws: dict[str, str]
+    wc: dict[str, str]
+    """What every worker confirmed last: control word, calls under way, engines."""
+    lb: dict[str, str]
+    """Versions by label."""
     groups: dict[str, Group]
     """Every live group that has a hash, by id."""
     orphans: set[str]
@@ -167,6 +171,11 @@ class Sight:
         at = int(self.m["paused_at"]) if self.m["state"] == "paused" else clock
         return clock, at - int(self.m["paused_total"]), not 0 <= step <= half
 
+    def overdue(self, clock: int) -> bool:
+        """Return whether the run is paused for longer than whoever paused it asked for."""
+        pause_until = int(self.m.get("pause_until", 0))
+        return self.m["state"] == "paused" and 0 < pause_until <= clock
+
     def crashes(self, gid: str, member: int | str) -> int:
         group = self.groups.get(gid)
         return group.members[int(member)].crashes if group else 0
@@ -190,6 +199,7 @@ class Sight:
         """Return everything that a repeated call must leave as it is."""
         return {
             "names": self.names, "m": self.m, "z": self.z, "wl": self.wl, "ws": self.ws,
+            "wc": self.wc, "lb": self.lb,
             "groups": {g.gid: (g.fields, g.bodies) for g in self.groups.values()},
             "gs": self.gs, "ge": self.ge, "entries": self.entries, "pending": self.pending,
             "past": self.num_past, "ctl": self.last_control, "bell": self.bell,
@@ -224,7 +234,7 @@ class Looks:
 
 def _parse(prefix: str, raw: Any) -> Sight:
     keys, groups, zsets, hashes, streams_raw, gs, ge, cur, past, num_past, ctl, bell, room = raw
-    m, c, wl, ws = ({_text(k): _text(v) for k, v in _pairs(row)} for row in hashes)
+    m, c, wl, ws, wc, lb = ({_text(k): _text(v) for k, v in _pairs(row)} for row in hashes)
     found, orphans = _groups(groups, {_text(gid) for gid in (*gs, *ge)})
     frontier, base = int(m.get("frontier", 0)), int(m.get("base", 0))
     above = unpack_ids(base, cur)
@@ -238,6 +248,8 @@ def _parse(prefix: str, raw: Any) -> Sight:
         },
         wl=wl,
         ws=ws,
+        wc=wc,
+        lb=lb,
         groups=found,
         orphans=orphans,
         gs={_text(gid) for gid in gs},

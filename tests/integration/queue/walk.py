@@ -37,19 +37,19 @@ MOODS = (0.4, 1, 1, 2)
 STEADY = {"enqueue", "memory_comes_back"}
 """Without these a walk has nothing to do."""
 ACTIONS: dict[str, float] = {
-    "enqueue": 14, "enqueue_evaluation": 1, "producer_restarts": 2, "skip": 1, "presence": 1,
+    "enqueue": 14, "enqueue_evaluation": 2, "producer_restarts": 2, "skip": 1, "presence": 1,
     "end_of_data": 2,
     "lease": 16, "lease_again": 3, "lease_old": 2, "beat": 12, "complete": 14, "zombie": 6,
-    "fail": 8, "park": 6, "worker_dies": 2, "worker_freezes": 1.5, "worker_thaws": 1.5,
-    "everybody_dies": 2, "worker_grabs": 1,
+    "fail": 8, "park": 6, "confirm": 3, "worker_dies": 2, "worker_freezes": 1.5,
+    "worker_thaws": 1.5, "everybody_dies": 2, "worker_grabs": 1,
     "pass_time": 16, "time_goes_by": 4, "outage": 1, "sweep": 5, "long_pause": 0.3,
     "deadline_passes": 0.4,
     "read_full": 10, "claim_full": 3, "verdict": 13, "aggregator_dies": 1,
-    "read_ready": 14, "ack": 6, "old_trainer_calls": 1, "retire": 1, "trainer_names_anything": 2,
-    "checkpoint": 4, "trainer_restarts": 1.5, "new_version": 2.5,
-    "withdraw": 2, "requeue": 2, "control": 3, "set_budget": 0.7, "group_vanishes": 0.8,
-    "snapshot": 2, "server_rolls_back": 1, "server_is_emptied": 0.25, "settle": 1,
-    "memory_fills": 0.5, "memory_comes_back": 2,
+    "read_ready": 14, "read_evaluations": 3, "ack": 6, "old_trainer_calls": 1, "retire": 1,
+    "trainer_names_anything": 2, "checkpoint": 4, "trainer_restarts": 1.5, "new_version": 2.5,
+    "withdraw": 2, "requeue": 2, "control": 4, "pause_expires": 1, "set_budget": 0.7,
+    "group_vanishes": 0.8, "snapshot": 2, "server_rolls_back": 1, "server_is_emptied": 0.25,
+    "settle": 1, "memory_fills": 0.5, "memory_comes_back": 2,
 }  # fmt: skip
 """What may happen next, by weight."""
 
@@ -140,7 +140,7 @@ class Walk(AggregatorActs, TrainerActs, OperatorActs):
         self.step("memory_comes_back")
         self.workers = [self.new_worker()]
         for name, value in self.bench.budgets.items():
-            self.call(calls.set_budget(name, int(value)))
+            self.call(calls.set_budget(name, str(value)))
         for _ in range(DRAIN_ROUNDS):
             if self.sight.frontier >= self.num_ids and not self.sight.live:
                 break
@@ -180,6 +180,8 @@ class Walk(AggregatorActs, TrainerActs, OperatorActs):
         self.hold(self.bench.queue.read_ready(count=50, block_s=0))
         self.look()
         self.hold(self.bench.queue.pending_ready(count=50))
+        self.look()
+        self.hold(self.bench.queue.read_eval(count=50, block_s=0))
         self.look()
         if self.trainer.held:
             self.train(sorted(self.trainer.held))

@@ -43,6 +43,18 @@ class TrainerActs(WalkState):
         if not self.chance(0.1):
             self.hold(entries)
 
+    def read_evaluations(self) -> None:
+        """Take evaluations that ended; or die with them in hand, so that they are forgotten."""
+        after = self.rng.choice(["0", "0", *self.sight.entries["eval"]])
+        entries = self.bench.queue.read_eval(after, count=self.rng.randint(1, 3), block_s=0)
+        gids = [entry.group_index for entry in entries]
+        assert all(gid in self.sight.ge for gid in gids), "an entry of an evaluation that ended"
+        if self.chance(0.5):
+            self.hold(entries)
+        elif gids and self.settled:
+            answers = self.call(calls.deliver(self.trainer.consumer, gids))
+            assert {*answers} <= {"ok", "gone"}, "an evaluation is never stale"
+
     def hold(self, entries: list[StreamEntry]) -> None:
         """Take groups in hand, by the trainer's rules: never again what it holds or has acked."""
         fresh: dict[str, StreamEntry] = {}
@@ -142,7 +154,7 @@ class TrainerActs(WalkState):
                 self.stats[f"named {answer}"] += 1
         elif gids:
             call = calls.retire(self.trainer.consumer, gids[0], DropReason.STALE)
-            if self.call(call) == "dropped" and gids[0].isdecimal():
+            if self.call(call) in ("dropped", "requeued") and gids[0].isdecimal():
                 self.trainer.held.discard(int(gids[0]))
 
     def checkpoint(self) -> None:

@@ -142,7 +142,8 @@ class WorkerActs(ProducerActs):
     def _fail(self, lease: Lease, report: Report) -> str:
         delay_s = self.rng.choice([0, 0.05, 0.3])
         reason = self.rng.choice([MemberReason.ENGINE_ERROR, MemberReason.TOOL_ERROR])
-        call = calls.fail(lease, report, reason, "it broke", delay_s=delay_s)
+        forget = self.chance(0.3)
+        call = calls.fail(lease, report, reason, "it broke", delay_s=delay_s, forget=forget)
         answer = self.call(call)
         self.stats[f"fail {report} {answer}"] += 1
         return answer
@@ -153,7 +154,22 @@ class WorkerActs(ProducerActs):
             lease = worker.held.pop(next(iter(worker.held)))
             limit = int(self.sight.m["max_body"])
             body = b"p" * (limit + self.chance(0.6) if self.chance(0.2) else self.rng.randint(1, 9))
-            self.stats[f"park {self.call(calls.park(lease, body))}"] += 1
+            delay_s = self.rng.choice([0, 0, 0.3])
+            answer = self.call(calls.park(lease, body, delay_s=delay_s))
+            self.stats[f"park {answer}"] += 1
+            if answer == "parked":
+                assert self.bench.queue.parked(lease) == body
+
+    def confirm(self) -> None:
+        """A worker confirms what it heard last, or something older; also one that left."""
+        worker = self.a_worker()
+        heard = int(self.sight.m["control_seq"])
+        seq = self.rng.choice([heard, max(0, heard - 1), 0])
+        in_flight = self.rng.choice([0, len(worker.held)])
+        self.call(calls.confirm(worker.name, seq, in_flight, self.rng.choice([b"", b'[{"x": 1}]'])))
+        (said,) = (c for c in self.bench.queue.confirmations() if c.worker == worker.name)
+        assert (said.control_seq, said.in_flight) == (seq, in_flight)
+        self.stats["confirmed"] += 1
 
     def worker_dies(self) -> None:
         self.workers[self.rng.randrange(len(self.workers))] = self.new_worker()
