@@ -22,7 +22,10 @@ from .versions import VersionMap
 
 LOGPROB_EPSILON = 1e-4
 """A log-prob may exceed 0 by this: rounding of a float32 log-softmax, with room to spare."""
-_LOWEST = float(np.finfo(np.float32).min)
+NO_EVIDENCE = -9999.0
+"""vLLM's log-prob of a token that has none, or NaN, or -inf. Nothing at or below it can be sampled:
+a float32 softmax is 0 from -104 on."""
+_LOWEST = float(np.nextafter(NO_EVIDENCE, 0.0))
 _INT32 = np.iinfo(np.int32)
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -94,22 +97,14 @@ def checked_ids(plain: list[int], max_token_id: int, engine: str) -> TokenIds:
     return np.array(plain, dtype=np.int32)
 
 
-def checked_log_probs(
-    given: Sequence[float | None], engine: str, *, above: float = float("-inf")
-) -> LogProbs:
+def checked_log_probs(given: Sequence[float | None], engine: str) -> LogProbs:
     """Return the log-probs, parsed as float64 and cast once: bit-equal to the engine's float32.
-
-    Args:
-        given: as the reply has them.
-        engine: for messages.
-        above: what all of them exceed, where an engine has a word for "no log-prob".
 
     Shape: [C] float32.
     """
     exact = np.array(given, dtype=np.float64)
-    lowest = max(_LOWEST, np.nextafter(above, 0.0))
-    if len(exact) and not (exact.min() >= lowest and exact.max() <= LOGPROB_EPSILON):
-        at = int(np.argmin((exact >= lowest) & (exact <= LOGPROB_EPSILON)))
+    if len(exact) and not (exact.min() >= _LOWEST and exact.max() <= LOGPROB_EPSILON):
+        at = int(np.argmin((exact >= _LOWEST) & (exact <= LOGPROB_EPSILON)))
         raise fault(Detail.BAD_LOGPROB, f"{engine}: log-prob {at} is {given[at]}")
     return exact.astype(np.float32)
 

@@ -1,8 +1,9 @@
 """What can go wrong at an engine, in one table: how each fault is met, and what it is called.
 
-Owns the closed set of details (metric labels, and `EngineFault.detail`) and the rule of each. Never
-talks to an engine. Invariant: every fault of an engine is made by `fault`, so that nothing is ever
-retried, ejected or reported other than `RULES` says; docs/engines.md shows the same rows.
+Owns the closed set of details (metric labels, and `EngineFault.detail`), the rule of each, and
+which reply, of whatever protocol, is which. Never talks to an engine. Invariant: every fault of an
+engine is made by `fault`, so that nothing is ever retried, ejected or reported other than `RULES`
+says, and every reply has exactly one action; docs/engines.md shows the same rows.
 """
 
 from __future__ import annotations
@@ -37,14 +38,29 @@ class Detail(StrEnum):
     REFUSED = "refused"
 
 
+class Action(StrEnum):
+    """What becomes of a call whose reply is not simply believed."""
+
+    RETRY = "retry"
+    """No reply, or one that says itself that it is none: the same call again, elsewhere where there
+    is another engine; then the queue may give the whole trajectory to another worker."""
+    RESUME = "resume"
+    """Stopped by request: its tokens are real and kept, and sampling goes on from them; without
+    partial rollout the trajectory begins anew."""
+    REFUSE = "refuse"
+    """The same request would get the same answer: nobody sends it again."""
+    FAULT = "fault"
+    """A reply that contradicts itself, its request, or what can be: its tokens are discarded and
+    never trained, and another engine is asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How one kind of fault is met."""
 
     when: str
     """What was seen."""
-    again: bool
-    """The pool tries the same call again, elsewhere where there is another engine."""
+    action: Action
     stop_first: bool = False
     """The engine may still be sampling: its rid is aborted before the call is tried again."""
     eject_after: int = 0
@@ -52,50 +68,131 @@ class Rule:
     retryable: bool = True
     """What the queue is told: another attempt at the whole trajectory may succeed."""
 
+    @property
+    def again(self) -> bool:
+        """Whether the pool tries the same call again."""
+        return self.action is not Action.REFUSE
+
 
 RULES: dict[Detail, Rule] = {
-    Detail.NO_ENGINE: Rule("no engine is up", again=True),
-    Detail.CONNECT: Rule("refused, unknown host, no connection in time", again=True, eject_after=1),
-    Detail.UNAVAILABLE: Rule("HTTP 408, 429, 502, 503, 504", again=True, eject_after=3),
-    Detail.SERVER_ERROR: Rule("any other HTTP 5xx", again=True, eject_after=3),
+    Detail.NO_ENGINE: Rule("no engine is up", Action.RETRY),
+    Detail.CONNECT: Rule(
+        "refused, unknown host, no connection in time", Action.RETRY, eject_after=1
+    ),
+    Detail.UNAVAILABLE: Rule("HTTP 408, 429, 502, 503, 504", Action.RETRY, eject_after=3),
+    Detail.SERVER_ERROR: Rule("any other HTTP 5xx", Action.RETRY, eject_after=3),
     Detail.TIMEOUT: Rule(
-        "no reply within engine.request_timeout_s", again=True, stop_first=True, eject_after=3
+        "no reply within engine.request_timeout_s", Action.RETRY, stop_first=True, eject_after=3
     ),
     Detail.RESET: Rule(
-        "connection lost, or half a reply", again=True, stop_first=True, eject_after=3
+        "connection lost, or half a reply", Action.RETRY, stop_first=True, eject_after=3
     ),
-    Detail.ABORT_ERROR: Rule("abort with a status code", again=True),
-    Detail.NAN: Rule("stop with matched 'NaN happened'", again=True),
-    Detail.BAD_LOGPROB: Rule("a log-prob is missing, not finite, or above 0", again=True),
-    Detail.BAD_TOKEN: Rule("an id outside the vocabulary", again=True),
+    Detail.ABORT_ERROR: Rule("abort with a status code", Action.RETRY),
+    Detail.NAN: Rule("stop with matched 'NaN happened'", Action.FAULT),
+    Detail.BAD_LOGPROB: Rule("a log-prob is missing, not finite, or above 0", Action.FAULT),
+    Detail.BAD_TOKEN: Rule("an id outside the vocabulary", Action.FAULT),
     Detail.LOGPROB_LENGTH_MISMATCH: Rule(
-        "ids, log-probs and completion_tokens are not equally many", again=True
+        "ids, log-probs and completion_tokens are not equally many", Action.FAULT
     ),
-    Detail.ID_MISMATCH: Rule("a log-prob belongs to another id than output_ids says", again=True),
+    Detail.ID_MISMATCH: Rule("a log-prob belongs to another id than output_ids says", Action.FAULT),
     Detail.BAD_REPLY: Rule(
         "not JSON, fields missing, version spans with gaps, over 64 MiB, more tokens than were "
         "asked for, or the reply of another request",
-        again=True,
+        Action.FAULT,
     ),
-    Detail.UNKNOWN_FINISH: Rule("a finish reason that is not stop, length or abort", again=True),
+    Detail.UNKNOWN_FINISH: Rule("a finish reason that is not stop, length or abort", Action.FAULT),
     Detail.PROMPT_MISMATCH: Rule(
-        "prompt_tokens is not the number of ids sent", again=False, retryable=False
+        "prompt_tokens is not the number of ids sent", Action.REFUSE, retryable=False
     ),
     Detail.REPLAY_MISMATCH: Rule(
         "replay rows are missing where they were asked for, or have other bytes than their shape",
-        again=True,
+        Action.FAULT,
         retryable=False,
     ),
     Detail.CONTEXT_OVERFLOW: Rule(
-        "HTTP 4xx that says that prompt or budget exceed the context", again=False, retryable=False
+        "HTTP 4xx that says that prompt or budget exceed the context",
+        Action.REFUSE,
+        retryable=False,
     ),
-    Detail.REFUSED: Rule("any other HTTP 3xx or 4xx", again=False, retryable=False),
+    Detail.REFUSED: Rule("any other HTTP 3xx or 4xx", Action.REFUSE, retryable=False),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One thing that may come back from an engine in place of a reply to believe."""
+
+    reply: str
+    detail: Detail | None
+    """None: it is believed as far as it goes, and resumed."""
+
+    @property
+    def action(self) -> Action:
+        """The one action of this reply."""
+        return Action.RESUME if self.detail is None else RULES[self.detail].action
+
+
+REPLIES: dict[str, Seen] = {
+    # malformed
+    "not_json": Seen("no JSON, or JSON of another shape", Detail.BAD_REPLY),
+    "error_200": Seen("HTTP 200 with an error in place of a reply", Detail.BAD_REPLY),
+    "too_large": Seen("a body beyond the largest reply that there can be", Detail.BAD_REPLY),
+    "logprob_nan": Seen("NaN or Infinity, which are no JSON", Detail.BAD_REPLY),
+    # partial
+    "half_body": Seen("the body ends before its announced length", Detail.RESET),
+    "reset": Seen("the connection is closed in place of a reply", Detail.RESET),
+    "hang": Seen("nothing within the call's time", Detail.TIMEOUT),
+    "abort_late": Seen("an abort that this client asked for, its time being up", Detail.TIMEOUT),
+    "abort": Seen("an abort without a status code, with tokens", None),
+    "abort_empty": Seen("an abort without a status code, without any other field", None),
+    "logprobs_missing": Seen("ids without log-probs", Detail.LOGPROB_LENGTH_MISMATCH),
+    "logprobs_short": Seen("fewer log-probs than ids", Detail.LOGPROB_LENGTH_MISMATCH),
+    "logprob_null": Seen("a log-prob that is null", Detail.BAD_LOGPROB),
+    "experts_missing": Seen("no replay rows, though asked for", Detail.REPLAY_MISMATCH),
+    # contradictory
+    "logprobs_long": Seen("more log-probs than ids", Detail.LOGPROB_LENGTH_MISMATCH),
+    "completion_tokens": Seen(
+        "a count of sampled tokens that is another than the ids'", Detail.LOGPROB_LENGTH_MISMATCH
+    ),
+    "other_ids": Seen("log-probs of other ids", Detail.ID_MISMATCH),
+    "unnamed_ids": Seen("log-probs that do not say of which ids they are", Detail.ID_MISMATCH),
+    "other_rid": Seen("the reply to another request", Detail.BAD_REPLY),
+    "prompt_cut": Seen("another number of prompt tokens than was sent", Detail.PROMPT_MISMATCH),
+    "choices": Seen("no choice, or several, where one was asked for", Detail.BAD_REPLY),
+    "spans_gap": Seen("version spans with a gap", Detail.BAD_REPLY),
+    "spans_overlap": Seen("version spans that overlap", Detail.BAD_REPLY),
+    "spans_short": Seen("version spans that end before or behind the ids", Detail.BAD_REPLY),
+    "experts_short": Seen("replay rows of another number or shape", Detail.REPLAY_MISMATCH),
+    "experts_garbage": Seen("replay rows that are no array of numbers", Detail.REPLAY_MISMATCH),
+    # impossible
+    "no_finish": Seen("no finish reason", Detail.UNKNOWN_FINISH),
+    "unknown_finish": Seen("a finish reason of another name", Detail.UNKNOWN_FINISH),
+    "nan": Seen("a stop because sampling met NaN", Detail.NAN),
+    "abort_code": Seen("an abort with a status code of 500 or more", Detail.ABORT_ERROR),
+    "abort_400": Seen("an abort with a status code of 4xx", Detail.REFUSED),
+    "logprob_positive": Seen("a log-prob above 0", Detail.BAD_LOGPROB),
+    "logprob_lowest": Seen(
+        "a log-prob of -9999 (vLLM's word for none) or below", Detail.BAD_LOGPROB
+    ),
+    "bad_token": Seen("an id beyond the vocabulary", Detail.BAD_TOKEN),
+    "negative_token": Seen("an id below 0", Detail.BAD_TOKEN),
+    "too_many": Seen("more tokens than were permitted", Detail.BAD_REPLY),
+    # an HTTP status
+    "400": Seen("HTTP 3xx or 4xx without a word of the context", Detail.REFUSED),
+    "overflow": Seen("HTTP 4xx that speaks of the context's length", Detail.CONTEXT_OVERFLOW),
+    "503": Seen("HTTP 408, 429, 502, 503, 504", Detail.UNAVAILABLE),
+    "500": Seen("any other HTTP 5xx", Detail.SERVER_ERROR),
+    # no connection
+    "connect": Seen("no connection", Detail.CONNECT),
+    "no_engine": Seen("no engine that takes calls", Detail.NO_ENGINE),
+}
+"""Every malformed, partial, contradictory or impossible reply, in either protocol. The names are
+those of the simulated engine's faults where it has one."""
 
 _BUSY = frozenset({408, 429, 502, 503, 504})
 _OVERFLOW = re.compile(
     r"context[ _](length|window|size|len)"
-    r"|maximum (context|allowed length|input length|sequence length)"
+    r"|maximum (context|model length|allowed length|input length|sequence length)"
     r"|max_(new_|completion_)?tokens must be (at least|greater|positive)"
     r"|(input|prompt)( length)?( \(?\d+( tokens)?\)?)? is (too long|longer than)",
     re.IGNORECASE,

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 ID_PREFIXES = {Route.GENERATE: "generate-tokens-", Route.COMPLETIONS: "cmpl-"}
 """What vLLM puts in front of the id of a request, in its replies and for aborts."""
-_NO_EVIDENCE = -9999.0
-"""vLLM's log-prob of a token that has none, or NaN, or -inf."""
 _TOKEN_NAME = "token_id:"
 
 
@@ -142,7 +140,7 @@ def read_vllm_reply(
     given = _log_probs(plain_ids, choice.logprobs, usage.completion_tokens, engine)
     check_count(len(plain_ids), sent.max_new_tokens, engine)
     ids = checked_ids(plain_ids, max_token_id, engine)
-    log_probs = checked_log_probs(given, engine, above=_NO_EVIDENCE)
+    log_probs = checked_log_probs(given, engine)
     check_prompt(usage.prompt_tokens, sent.num_prompt, engine)
     for echoed in (reply.prompt_token_ids, choice.prompt_token_ids):
         check_prompt(_length(echoed), sent.num_prompt, engine)
