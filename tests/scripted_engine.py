@@ -50,6 +50,62 @@ def a_reply(
     return json.dumps(body).encode()
 
 
+def a_vllm_reply(
+    ids: Sequence[int] = (59, 79075, 90, 23, 92),
+    *,
+    log_probs: Sequence[Any] | None = None,
+    finish: str | None = "stop",
+    prompt_tokens: int | None = None,
+    drop: Sequence[str] = (),
+    **choice: Any,
+) -> bytes:
+    """Return a good reply of vLLM's `/inference/v1/generate`, the twin of `a_reply`.
+
+    `drop` leaves fields out, `choice` changes those of the one choice.
+    """
+    if log_probs is None:
+        log_probs = [-i / 128 for i in range(len(ids))]
+    content = [
+        {"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []}
+        for p, i in zip(log_probs, ids, strict=False)
+    ]
+    held: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": finish,
+        "stop_reason": None,
+        "token_ids": list(ids),
+        "logprobs": {"content": content},
+        "routed_experts": None,
+        "weight_versions": [{"version": "default", "start": 0, "end": len(ids)}] if ids else [],
+    }
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(ids)}
+    body: dict[str, Any] = {"choices": [held | choice], "usage": usage}
+    for name in drop:
+        (body if name in body else body["choices"][0]).pop(name)
+    return json.dumps(body).encode()
+
+
+def a_vllm_completion(
+    ids: Sequence[int] = (59, 79075, 90, 23, 92), *, num_prompt: int = 7, **choice: Any
+) -> bytes:
+    """Return a good reply of vLLM's `/v1/completions`."""
+    held: dict[str, Any] = {
+        "index": 0,
+        "text": "",
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": list(ids),
+        "prompt_token_ids": list(range(num_prompt)),
+        "logprobs": {
+            "token_logprobs": [-i / 128 for i in range(len(ids))],
+            "tokens": [f"token_id:{i}" for i in ids],
+        },
+        "weight_versions": [{"version": "default", "start": 0, "end": len(ids)}],
+    }
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": len(ids)}
+    return json.dumps({"choices": [held | choice], "usage": usage}).encode()
+
+
 def hang(exchange: Exchange) -> None:
     """Never answer."""
 
@@ -59,14 +115,19 @@ def reset(exchange: Exchange) -> None:
     exchange.drop()
 
 
+GENERATIONS = ("/generate", "/inference/v1/generate", "/v1/completions")
+ABORTS = ("/abort_request", "/inference/v1/abort_requests", "/abort_requests")
+
+
 @dataclass
 class ScriptedEngine:
-    """One server. `/model_info` and `/abort_request` answer 200 unless told otherwise."""
+    """One server. `/model_info` and `/abort_request` answer 200 unless told otherwise; vLLM's paths
+    are served beside SGLang's."""
 
     steps: list[Step] = field(default_factory=list)
     """Taken in order; the last one is repeated."""
     requests: list[dict[str, Any]] = field(default_factory=list)
-    """Bodies of `/generate`, in order of arrival."""
+    """Bodies of generations, in order of arrival."""
     raw: list[Exchange] = field(default_factory=list)
     log: list[tuple[str, str]] = field(default_factory=list)
     """(path, rid) of everything, in order of arrival."""
@@ -74,31 +135,52 @@ class ScriptedEngine:
     abort_status: int = 200
     info_status: int = 200
     weight_version: str = "default"
+    paused: bool = False
+    is_dev: bool = True
+    """Serves vLLM's control calls, as in dev mode."""
+    absent: Sequence[str] = ()
+    """Paths that are answered with 404."""
     url: str = ""
     _server: asyncio.Server | None = None
 
     def handle(self, exchange: Exchange) -> None:
         body = json.loads(exchange.body) if exchange.body else {}
-        self.log.append((exchange.path, body.get("rid", "")))
-        if exchange.path == "/abort_request":
+        rid = body.get("rid") or body.get("request_id") or "".join(body.get("request_ids", ()))
+        path = exchange.path
+        self.log.append((path, rid))
+        if path in self.absent:
+            exchange.answer(404, b'{"detail":"Not Found"}')
+        elif path in ABORTS:
             exchange.answer(self.abort_status, b'{"success":true}')
             if self.aborted is not None:
-                self.aborted(body["rid"])
-        elif exchange.path == "/model_info":
+                self.aborted(rid)
+        elif path == "/model_info":
             info = {"model_path": "scripted", "weight_version": self.weight_version}
             exchange.answer(self.info_status, json.dumps(info).encode())
-        elif exchange.path == "/generate":
-            self.requests.append(body)
-            self.raw.append(exchange)
-            step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
-            if callable(step):
-                step(exchange)
-            elif isinstance(step, tuple):
-                exchange.answer(*step)
-            else:
-                exchange.answer(200, step)
+        elif path == "/ready":
+            exchange.answer(503 if self.paused else 200, b"{}")
+        elif path == "/health":
+            exchange.answer(self.info_status, b"")
+        elif path == "/is_paused" and self.is_dev:
+            exchange.answer(self.info_status, json.dumps({"is_paused": self.paused}).encode())
+        elif path == "/weight_info" and self.is_dev:
+            info = {"weight_version": self.weight_version}
+            exchange.answer(self.info_status, json.dumps(info).encode())
+        elif path in GENERATIONS:
+            self._generate(exchange, body)
         else:
             exchange.answer(404, b"{}")
+
+    def _generate(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        self.requests.append(body)
+        self.raw.append(exchange)
+        step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        if callable(step):
+            step(exchange)
+        elif isinstance(step, tuple):
+            exchange.answer(*step)
+        else:
+            exchange.answer(200, step)
 
     def paths(self) -> list[str]:
         """Return which paths were asked for, in order."""

@@ -191,7 +191,7 @@ those of the simulated engine's faults where it has one."""
 
 _BUSY = frozenset({408, 429, 502, 503, 504})
 _OVERFLOW = re.compile(
-    r"context[ _](length|window|size|len)"
+    r"context[ _](length|window|size|len)|max_(model_len|total_tokens)"
     r"|maximum (context|model length|allowed length|input length|sequence length)"
     r"|max_(new_|completion_)?tokens must be (at least|greater|positive)"
     r"|(input|prompt)( length)?( \(?\d+( tokens)?\)?)? is (too long|longer than)",

@@ -20,13 +20,14 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-from rollstream.errors import ConfigError, EngineFault
+from rollstream.errors import ConfigError, ContractError, EngineFault
 from rollstream.sample import UNKNOWN_VERSION
 
 from ..sampling import Sampling
 from ..types import Completion, Finish, RequestIds
 from .checks import error_text
 from .client import Extension, Look
+from .connections import LineConnector, LineTransport
 from .faults import Detail, detail_of_status, fault
 from .replay import Asked, ReplayShape
 from .request import TAIL, body_bytes, body_length
@@ -42,9 +43,9 @@ one that is being closed looks like a reset, and a POST must not be repeated bli
 
 def new_transport() -> AiohttpTransport:
     """Return a transport without a cap on connections; engines bound what they run."""
-    return AiohttpTransport(
+    return LineTransport(
         client=lambda: aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            connector=LineConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
     )
@@ -248,7 +249,13 @@ class HttpClient(ABC):
 
         Raises:
             EngineFault: by the table in `faults`.
+            ContractError: no prompt, or no budget.
         """
+        if sampling.max_new_tokens < 1 or prompt.num_tokens < 1:
+            raise ContractError(
+                f"a request of {prompt.num_tokens} ids for {sampling.max_new_tokens} more is never "
+                "sent: budgets are looked at first"
+            )
         sent = Sent(
             rid,
             self.url,

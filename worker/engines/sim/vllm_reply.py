@@ -99,8 +99,10 @@ class ReplyWriter:
             "routed_experts": _npy(frame.experts, self._replay),
         }
         if request.num_log_probs is not None and frame.log_probs is not None:
-            choice["logprobs"] = self._completion_log_probs(frame, frame.log_probs)
-        if not self._is_old:
+            choice["logprobs"] = self._completion_log_probs(
+                frame, frame.log_probs, request.names_ids
+            )
+        if not self._is_old and request.returns_versions:
             choice["weight_versions"] = frame.spans
         body = {
             "id": frame.rid,
@@ -120,9 +122,13 @@ class ReplyWriter:
             return [_Entry(token, said, 1, []) for token, said in pairs]
         return [_Entry(token, said, 1, [_Candidate(token, said, 1)]) for token, said in pairs]
 
-    def _completion_log_probs(self, frame: Frame, said: list[Any]) -> dict[str, Any]:
+    def _completion_log_probs(
+        self, frame: Frame, said: list[Any], names_ids: bool
+    ) -> dict[str, Any]:
         tokens = [
-            self._vocabulary.decode(np.array([max(one, 0)], dtype=np.int32))
+            f"token_id:{one}"
+            if names_ids
+            else self._vocabulary.decode(np.array([max(one, 0)], dtype=np.int32))
             for one in frame.log_prob_ids
         ]
         return {

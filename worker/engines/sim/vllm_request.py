@@ -92,6 +92,10 @@ class VllmBody:
     num_log_probs: int | None
     """None returns none."""
     return_token_ids: bool
+    names_ids: bool
+    """Log-probs of `/v1/completions` name ids rather than texts."""
+    returns_versions: bool
+    """`/v1/completions` says which weights sampled what."""
     experts_from: int
     """First position whose routed experts are wanted."""
     unknown: tuple[str, ...]
@@ -217,6 +221,8 @@ def _body(
         sampling=own,
         num_log_probs=sampling.get("logprobs"),
         return_token_ids=return_token_ids,
+        names_ids=sampling.get("return_tokens_as_token_ids") is True,
+        returns_versions=sampling.get("return_weight_versions") is True,
         experts_from=min(len(ids), sampling.get("routed_experts_prompt_start") or 0),
         unknown=unknown,
     )
