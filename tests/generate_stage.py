@@ -216,10 +216,13 @@ def check(sample: Sample, asked: Sequence[Asked], replies: Sequence[Says]) -> No
     assert sample.loss_mask is not None
     assert sample.rollout_log_probs is not None
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
-    assert len(sample.calls) == len(asked) == len(replies)
+    assert len(asked) == len(replies)
+    # An abort before the first token leaves nothing.
+    left = [(a, r) for a, r in zip(asked, replies, strict=True) if r.ids or r.finish != "abort"]
+    assert len(sample.calls) == len(left)
     tokens = sample.tokens.tolist()
     mask, log_probs = [0] * sample.response_length, [0.0] * sample.response_length
-    for call, request, reply in zip(sample.calls, asked, replies, strict=True):
+    for call, (request, reply) in zip(sample.calls, left, strict=True):
         assert tokens[: call.start] == request.ids
         assert tokens[call.start : call.end] == list(reply.ids)
         assert call.sampling["seed"] == request.seed

@@ -31,10 +31,13 @@ from .bounded import THREADS
 from .engines import create_engine
 from .engines.pool import EnginePool
 from .fidelity import Fidelity, Kind
+from .following import Follower
+from .gate import Gate, GatedEngine, GatedScores
 from .generate.finish import finish
 from .groups import GroupBook
 from .heart import LOST, OVER, Heart, Role, RunView
 from .memory import MEMORY
+from .parked import Parking
 from .rescorer import Rescorer
 from .rollout import Rollout
 from .shift import Shift, ShiftLimits, new_incarnation
@@ -51,7 +54,6 @@ REACH_S = 5.0
 REPORT_S = 5.0
 """How long shutdown waits for the queue's answers to what was given back."""
 SAY_WAITING_S = 30.0
-CONTROL_BLOCK_S = 0.5
 READY_TIMEOUT_S = 1.0
 LOOK_INTERVAL_S = 1.0
 
@@ -81,6 +83,7 @@ class Worker:
         )
         self._gc = GcPolicy()
         self._fidelity = Fidelity()
+        self._gate = Gate()
         self._rescorer: Rescorer | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._closing = contextlib.AsyncExitStack()
@@ -137,6 +140,14 @@ class Worker:
                 ),
                 lease_s=lambda: self._view.lease_s,
             )
+        self._follower = Follower(
+            self._queue,
+            self._link,
+            self._view,
+            name=self.incarnation,
+            gate=self._gate,
+            fleet=self._pool,
+        )
         self._heart = Heart(
             self._queue,
             self._link,
@@ -146,6 +157,8 @@ class Worker:
             held=self._shift.held if self._shift is not None else list,
             lost=self._shift.lost if self._shift is not None else lambda _: None,
             metrics=self._metrics,
+            also=self._follower.confirmations,
+            look=self._follower.look,
         )
         await self._listen()
 
@@ -174,7 +187,7 @@ class Worker:
                 self._closing.push_async_callback(scorer.aclose)
         if settings.telemetry.rescore_fraction > 0:
             self._rescorer = Rescorer(
-                self._pool,
+                GatedScores(self._pool, self._gate),
                 settings.telemetry.rescore_fraction,
                 version=lambda: self._view.version,
                 run_seed=settings.run.seed,
@@ -188,7 +201,7 @@ class Worker:
             allow_off_distribution=settings.sampling.allow_off_distribution,
         )
         rollout = Rollout(
-            engine=self._pool,
+            engine=GatedEngine(self._pool, self._gate),
             renderer=renderer,
             book=book,
             finish=functools.partial(
@@ -200,6 +213,8 @@ class Worker:
             replay=settings.engine.routed_experts or settings.engine.indexer_topk,
             fidelity=self._fidelity,
             delivered=None if self._rescorer is None else self._rescorer.offer,
+            parking=self._parking(renderer.max_token_id) if settings.weights.partial else None,
+            mask_offpolicy=settings.weights.mask_offpolicy,
         )
         self._shift = Shift(
             self._queue,
@@ -214,8 +229,17 @@ class Worker:
                 sample_timeout_s=settings.worker.sample_timeout_s,
                 retry_delay_s=settings.worker.retry_delay_s,
                 fail_after_groups=settings.worker.fail_after_groups,
+                whole_groups=settings.worker.submission == "group",
             ),
             metrics=self._metrics,
+            gate=self._gate,
+        )
+
+    def _parking(self, max_token_id: int) -> Parking:
+        return Parking(
+            lambda lease: self._link.answered(lambda: self._queue.parked(lease)),
+            max_token_id=max_token_id,
+            max_resumes=self._settings.weights.max_resumes,
         )
 
     async def _reach_engine(self, pool: EnginePool) -> None:
@@ -265,7 +289,7 @@ class Worker:
             return ""
         try:
             self._spawn(self._heart.run())
-            self._spawn(self._follow_control())
+            self._spawn(self._follower.run())
             if self.role is not Role.ROLLOUT:
                 self._judging = self._spawn(self._aggregator.run())
             if self._shift is None:
@@ -311,6 +335,7 @@ class Worker:
             info = await self._link.answered(self._queue.info)
             if info is not None:
                 self._view.opened(info)
+                self._follower.obey()
                 return True
             if time.monotonic() >= said:
                 said = time.monotonic() + SAY_WAITING_S
@@ -325,16 +350,6 @@ class Worker:
         """Wait for the end of the run in a process that leases nothing."""
         await self._view.over.wait()
         return self._view.state
-
-    async def _follow_control(self) -> None:
-        """Beat at once when control words change: the answer brings version and state."""
-        last_id = "$"
-        while True:
-            last_id, entries = await self._link.answered(
-                functools.partial(self._queue.read_control, last_id, block_s=CONTROL_BLOCK_S)
-            )
-            if entries:
-                self._heart.nudge()
 
     async def _look_at_itself(self) -> None:
         """Notice user functions that use this process up, say it, and end it in order."""
@@ -382,7 +397,7 @@ class Worker:
     async def _checks(self) -> dict[str, bool]:
         checks = {"redis": await self._redis_answers()}
         if self._pool is not None:
-            checks["engine"] = self._pool.healthy()
+            checks["engine"] = self._pool.alive()
         return checks
 
     async def _redis_answers(self) -> bool:
@@ -413,7 +428,13 @@ class Worker:
             over = self._view.state in (*OVER, LOST)
             finish_s = 0.0 if over else self._settings.worker.drain_s
             log.info("draining", samples=shift.num_busy, finish_s=finish_s)
-            unreported = await shift.drain(finish_s, REPORT_S, now=self._stop_now)
+            parks = self._settings.weights.partial and not over
+            unreported = await shift.drain(
+                finish_s,
+                REPORT_S,
+                now=self._stop_now,
+                park=self._follower.abort_calls if parks else None,
+            )
             if unreported:
                 log.warning("unreported", samples=unreported, message="their leases will expire")
         if self._judging is not None:

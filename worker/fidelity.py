@@ -5,7 +5,8 @@ with the finished sample, whatever generate function made it. Never reads a traj
 never repairs anything. Invariant: a sample with a call whose request, sampled ids or log-probs are
 not the sample's own never leaves the worker as trainable: it is a `MergeFault`, counted and logged
 with the first position. What another worker sent (earlier calls of a resumed sample) is unknown
-here, and checked as far as a later request of this worker contains it.
+here: it was checked there before it was parked, and is held against what was parked, and as far as
+a later request of this worker contains it against that.
 
 How it costs next to nothing: a request is joined from pieces that its trajectory holds anyway, and
 only pieces that an earlier call of the same sample did not have are looked at. A piece that is the
@@ -96,11 +97,13 @@ class Watch:
     Attributes:
         is_prompt_proven: the JSON of the group's prompt was compared with its ids.
         num_checked: calls that were held against what was sent.
-        num_unknown: calls of which this worker sent nothing; samples that train tokens of no call.
+        num_unknown: calls of which nobody here knows what was sent; samples that train tokens of no
+            call.
     """
 
     __slots__ = (
-        "_exchanges", "_known", "_prompt", "is_prompt_proven", "num_checked", "num_unknown",
+        "_exchanges", "_known", "_parked", "_prompt", "is_prompt_proven", "num_checked",
+        "num_unknown",
     )  # fmt: skip
 
     def __init__(self, prompt: PromptIds, *, is_prompt_proven: bool = False) -> None:
@@ -117,6 +120,11 @@ class Watch:
             self._known[id(prompt.json)] = prompt.ids
         self.is_prompt_proven = is_prompt_proven
         self.num_checked = self.num_unknown = 0
+        self._parked: _Parked | None = None
+
+    def resume(self, sample: Sample) -> None:
+        """Take the sample that the attempt goes on from, as it was parked."""
+        self._parked = _Parked(sample)
 
     def add(self, pieces: tuple[bytes, ...], completion: Completion) -> None:
         """Take one answered request (`types.Witness`)."""
@@ -134,7 +142,11 @@ class Watch:
         for call in sample.calls:
             exchange = self._exchanges.get(call.rid)
             if exchange is None:
-                self.num_unknown += 1
+                parked = self._parked
+                if parked is None or call.rid not in parked.calls:
+                    self.num_unknown += 1
+                elif (found := parked.check(sample, call)) is not None:
+                    return found
                 continue
             self.num_checked += 1
             found = reading.check(call, exchange)
@@ -270,6 +282,50 @@ class _Reading:
         return Mismatch(
             Kind.LOG_PROB, call.start + place, call.rid,
             f"{float(given[place])!r} of id {int(ids[place])} was answered",
+            repr(float(recorded[place])),
+        )  # fmt: skip
+
+
+class _Parked:
+    """The sample that an attempt goes on from, as it was parked."""
+
+    __slots__ = ("_agreed", "_leaf", "calls", "sample")
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+        self.calls = {call.rid: call for call in sample.calls}
+        self._leaf: Sample | None = None
+        self._agreed = 0
+
+    def check(self, leaf: Sample, call: Call) -> Mismatch | None:
+        """Return the first difference between a call of an earlier attempt and what was parked."""
+        parked, was = self.sample, self.calls[call.rid]
+        if call.start != was.start or call.end > was.end:
+            return Mismatch(
+                Kind.PREFIX, min(call.start, was.start), call.rid,
+                f"{was.start}..{was.end} was parked", f"{call.start}..{call.end}",
+            )  # fmt: skip
+        if self._leaf is not leaf:  # one look at all that its calls share
+            count = min(len(leaf.tokens), len(parked.tokens))
+            differs = np.flatnonzero(leaf.tokens[:count] != parked.tokens[:count])
+            self._leaf, self._agreed = leaf, int(differs[0]) if len(differs) else count
+        place = self._agreed
+        if place < call.end:
+            kind = Kind.PREFIX if place < call.start else Kind.SAMPLED
+            return Mismatch(
+                kind, place, call.rid, f"{int(parked.tokens[place])} was parked",
+                str(int(leaf.tokens[place])),
+            )  # fmt: skip
+        assert leaf.rollout_log_probs is not None
+        assert parked.rollout_log_probs is not None
+        count = call.end - call.start
+        given = parked.rollout_log_probs[call.start - parked.prompt_length :][:count]
+        recorded = leaf.rollout_log_probs[call.start - leaf.prompt_length :][:count]
+        if np.array_equal(given, recorded):
+            return None
+        place = _first_other(given, recorded)
+        return Mismatch(
+            Kind.LOG_PROB, call.start + place, call.rid, f"{float(given[place])!r} was parked",
             repr(float(recorded[place])),
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from .bounded import in_thread
 from .sampling import Sampling
 from .tools import tool_specs
 from .types import PromptIds, Tool
-from .work import EnvRuntime, GroupWork, Work
+from .work import EnvRuntime, GroupWork, Work, is_evaluation, place_of
 
 LONG_PROMPT_CHARS = 8192
 """Longer prompts are rendered in a thread: rendering 40k characters stalls the loop for 10 ms."""
@@ -61,12 +61,11 @@ class GroupBook:
 
     def _open(self, leased: LeasedGroup) -> GroupWork:
         key = leased.group_index
-        empty = PromptGroup(group_index=int(key) if key.isdecimal() else -1, n=leased.n, prompt="")
+        empty = PromptGroup(group_index=-1, n=leased.n, prompt="")
         work = GroupWork(key, empty, f"{self._run}-{key}", None, Sampling())
         try:
-            if not key.isdecimal():
-                raise WireError(f"group id {key!r} is not a number")
-            work.group = decode_prompt(leased.prompt, int(key), leased.n)
+            empty.group_index = place = place_of(key)
+            work.group = decode_prompt(leased.prompt, place, leased.n)
             work.env = self._env_of(work.group)
             work.sampling = self._sampling_of(key, work.group, work.env)
             work.tools = _tools_of(work.group, work.env)
@@ -94,7 +93,7 @@ class GroupBook:
             return env.sampling
         sampling = env.sampling.with_overrides(group.sampling)
         off = [] if self._allow_off_distribution else sampling.off_distribution()
-        if off and not key.startswith("e:"):  # nobody trains on an evaluation
+        if off and not is_evaluation(key):  # nobody trains on it
             raise ConfigError(
                 f"the row's sampling.{off_problem(off[0], getattr(sampling, off[0]))}"
             )

@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -32,6 +32,7 @@ from .telemetry.metrics import Metrics
 BEATS_A_LEASE = 3
 LOST = "lost"
 """The answer of a Redis that has no such run."""
+PAUSED = "paused"
 OVER = frozenset({"ended", "failed"})
 
 log = structlog.get_logger("worker")
@@ -46,6 +47,12 @@ class RunView:
     control_seq: int = -1
     lease_s: float = 15.0
     max_body_bytes: int = 16 << 20
+    pause_mode: str = ""
+    """`keep` or `abort`; empty while the run is not paused, as the last `info` said."""
+    labels: Mapping[str, int] = field(default_factory=dict)
+    """What engines call which weight version."""
+    engines: tuple[str, ...] | None = None
+    """The run's engines; None: those of the configuration."""
     reopened: bool = False
     """The run is there again, or was changed, perhaps with other numbers: `info` is to be read."""
     nudge: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,8 +61,9 @@ class RunView:
     """Set once the run is `ended` or `failed`: nothing will ever be leased again."""
 
     def opened(self, info: RunInfo) -> None:
-        """Take over what the producer opened the run with."""
+        """Take over what the run's record says."""
         self.lease_s, self.max_body_bytes = info.lease_s, info.max_body_bytes
+        self.pause_mode, self.labels, self.engines = info.pause_mode, info.labels, info.engines
         self.saw(info.state, info.version, info.control_seq)
         self.reopened = False
 
@@ -99,9 +107,25 @@ class Heart:
         held: Callable[[], Sequence[str]],
         lost: Callable[[Sequence[str] | None], None],
         metrics: Metrics,
+        also: Callable[[], Sequence[ScriptCall[Any]]] = tuple,
+        look: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """Begin with no beat.
+
+        Args:
+            queue: of the run.
+            link: to Redis.
+            view: is renewed.
+            name: of this worker.
+            role: what it does.
+            held: the leases to extend.
+            lost: told of those that are not held any more; None is all.
+            metrics: counts.
+            also: calls that travel with every beat, behind it.
+            look: reads the run's record and has it obeyed; without it the record is only read.
+        """
         self._queue, self._link, self._view, self._name = queue, link, view, name
-        self._role = role
+        self._role, self._also, self._look = role, also, look
         self._held, self._lost, self._metrics = held, lost, metrics
         self._about = f"{socket.gethostname()} pid {os.getpid()}"
 
@@ -132,6 +156,7 @@ class Heart:
         if self._role is not Role.AGGREGATOR:
             # A beat counts as a worker's presence, and with it in how leases are shared out.
             asked.append(calls.beat(self._name, self._held()))
+            asked += self._also()
         # Where it runs, for the records of members that it crashes with.
         role = "worker" if self._role is Role.ROLLOUT else "aggregator"
         asked.append(calls.present(role, self._name, about=self._about))
@@ -144,9 +169,15 @@ class Heart:
                 self._lost(None)
             elif seen.lost:
                 self._lost(seen.lost)
-        if self._view.reopened and (info := await self._queue.info()) is not None:
-            self._view.opened(info)
+        if self._view.reopened:
+            await self._look_at_record()
         await self._sweep_on(swept)
+
+    async def _look_at_record(self) -> None:
+        if self._look is not None:
+            await self._look()
+        elif (info := await self._queue.info()) is not None:
+            self._view.opened(info)
 
     async def leave(self) -> None:
         """Say that this process is gone, so that nobody counts on it for four more leases."""

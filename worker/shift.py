@@ -1,52 +1,43 @@
 """The shift: the long-lived coroutine that leases as many members as it has free slots.
 
 Owns the slots, the lease call numbers, and one task per member. Never renders, generates or talks
-to an engine: `rollout.py` does, and `submit.py` reports. Invariants: a slot is taken at the lease
-and free when its report was answered, whatever its group does; call number k+1 is used only after
-call k was answered; a member's fault, hang or cancellation changes no other member.
+to an engine: `rollout.py` does, and `reports.py` reports. Invariants: a slot is taken at the lease
+and free when its report was answered, whatever its group does (but for `whole_groups`); call number
+k+1 is used only after call k was answered; a member's fault, hang or cancellation changes no other
+member.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
-from rollstream.errors import MemberReason, Report, StopReason, WireError
-from rollstream.group import Trajectory
+from rollstream.errors import Report, StopReason
 from rollstream.link import Link
 from rollstream.queue import calls
 from rollstream.queue.answers import LeasedGroup, LeasedMember
 from rollstream.queue.keys import MAX_LEASE
 from rollstream.queue.queue import Queue
-from rollstream.wire import encode_body, encode_header, encode_text
 
-from .bounded import in_thread
 from .functions import describe
+from .gate import Gate, Position
 from .groups import GroupBook
-from .heart import LOST, OVER, RunView
+from .heart import LOST, OVER, PAUSED, RunView
+from .reports import Health, Reporter, ReportLimits
 from .rollout import Rollout
 from .submit import DELIVERED, Submitter
 from .telemetry.metrics import Metrics
-from .work import (
-    MAX_ERROR_CHARS,
-    Cause,
-    Ending,
-    Work,
-    ending_of_cause,
-    leaves_of,
-)
+from .telemetry.spans import NoSpans, SpanList
+from .work import Cause, Ending, Work, ending_of_cause
 
 ABORTING = "aborting"
 """The state of a run whose groups are being dropped: nothing that it runs counts any more."""
-PAUSED = "paused"
 GATHER_S = 0.002
 """How long free slots wait for more of them while results are on their way."""
 BELL_WAIT_S = 0.5
@@ -54,10 +45,6 @@ IDLE_WAIT_S = 0.2
 WATCH_INTERVAL_S = 0.1
 STRAY_AFTER_S = 5.0
 """A cancelled attempt that still runs after this has ignored it: its slot is taken back."""
-LONG_TEXT_CHARS = 8192
-"""Longer responses are compressed in a thread (zlib releases the GIL)."""
-RETRY_DELAY_MAX_S = 60.0
-NO_ENGINE_DELAY_S = 1.0
 
 log = structlog.get_logger("worker")
 
@@ -65,14 +52,6 @@ log = structlog.get_logger("worker")
 def new_incarnation() -> str:
     """Return the identity of this process: 12 hex, new at every start, never reused."""
     return secrets.token_hex(6)
-
-
-class Health(Protocol):
-    """What the shift asks of the engines."""
-
-    def healthy(self) -> bool:
-        """Return whether at least one engine takes requests."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +62,8 @@ class ShiftLimits:
     sample_timeout_s: float
     retry_delay_s: float
     fail_after_groups: int
+    whole_groups: bool = False
+    """A slot is free only when all members of its group ended that this worker leased."""
 
 
 class Shift:
@@ -100,20 +81,45 @@ class Shift:
         health: Health,
         limits: ShiftLimits,
         metrics: Metrics,
+        gate: Gate | None = None,
     ) -> None:
+        """Begin with all slots free.
+
+        Args:
+            queue: of the run.
+            link: to Redis.
+            view: what is known of the run.
+            name: of this worker.
+            rollout: runs attempts.
+            book: of the groups that members are here of.
+            health: of the engines.
+            limits: see `ShiftLimits`.
+            metrics: counts.
+            gate: in front of the engines; None is one that nobody moves.
+        """
         self._queue, self._link, self._view, self._name = queue, link, view, name
         self._rollout, self._book, self._health = rollout, book, health
         self._limits, self._metrics = limits, metrics
+        self._gate = gate or Gate()
         self.submitter = Submitter(queue, link, self._landed)
+        self._reporter = Reporter(
+            queue,
+            link,
+            view,
+            self.submitter,
+            gate=self._gate,
+            health=health,
+            limits=ReportLimits(limits.retry_delay_s, limits.fail_after_groups),
+            metrics=metrics,
+            left=self._leave,
+        )
         self._works: dict[str, Work] = {}
         self._freed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._ringing: asyncio.Task[bool] | None = None
         self._call_no = 0
-        self._refused: set[str] = set()
-        self._said_alike = False
-        """A line a group would fill the log; the metric counts them all."""
-        self._failing: asyncio.Task[None] | None = None
+        self._num_waiting = 0
+        """Slots of members that ended, in groups that have not (`whole_groups`)."""
         self._strays: set[asyncio.Task[None]] = set()
         self._said = ""
         self._worthwhile = min(32, limits.slots // 4)
@@ -123,7 +129,7 @@ class Shift:
     @property
     def num_busy(self) -> int:
         """Slots that are taken."""
-        return len(self._works)
+        return len(self._works) + self._num_waiting
 
     async def run(self) -> str:
         """Lease and run members; return the state in which the run is over, or "" if stopped."""
@@ -132,15 +138,18 @@ class Shift:
                 return self._view.state
             if self._view.state == ABORTING:
                 self.cancel_all(Cause.RUN_ENDED)
-            free = self._limits.slots - len(self._works)
+            free = self._limits.slots - self.num_busy
             if 0 < free < self._worthwhile and self.submitter.num_unanswered > free:
                 # More slots are about to come free: one call for them all.
                 await self._wait(self._freed, GATHER_S)
                 self._freed.clear()
-                free = self._limits.slots - len(self._works)
+                free = self._limits.slots - self.num_busy
             if free <= 0:
                 await self._wait(self._freed, IDLE_WAIT_S)
                 self._freed.clear()
+            elif self._gate.position is not Position.OPEN:
+                # What is leased now could make no call; the wait ends with the pause.
+                await self._bounded(self._gate.opened(), IDLE_WAIT_S)
             elif not self._health.healthy():
                 self._say("no_engine", "no healthy engine: nothing is leased")
                 await self._wait(self._stopping, IDLE_WAIT_S)
@@ -190,7 +199,10 @@ class Shift:
         if state == LOST:
             self._say("run_lost", "Redis does not know the run (any more): waiting for `open`")
             self.cancel_all(Cause.LOST)
-        if state not in OVER:
+        if state == PAUSED:
+            # The word is on its way here too: then the gate shuts, and opens with the pause's end.
+            await self._bounded(self._gate.turned(), IDLE_WAIT_S)
+        elif state not in OVER:
             await self._wait(self._stopping, IDLE_WAIT_S)
 
     def _take(self, leased: LeasedGroup, now_mono: float, now_unix: float) -> None:
@@ -199,7 +211,16 @@ class Shift:
         group = self._book.join(leased)
         limit = now_mono + self._limits.sample_timeout_s
         for member in leased.members:
-            self._start(Work(member.lease, group, member.attempts, now_unix, limit), member)
+            work = Work(
+                member.lease,
+                group,
+                member.attempts,
+                now_unix,
+                limit,
+                parked_bytes=member.parked_bytes,
+                spans=NoSpans() if group.is_evaluation else SpanList(),
+            )
+            self._start(work, member)
 
     def _start(self, work: Work, member: LeasedMember) -> None:
         if work.lease.id in self._works:
@@ -220,109 +241,21 @@ class Shift:
             if work.cause in (Cause.LOST, Cause.RUN_ENDED, Cause.DEADLINE):
                 # The function swallowed our cancellation; its result came too late.
                 ending = ending_of_cause(work.cause)
-            if ending.report is Report.COMPLETE and ending.trajectory is not None:
-                await self._complete(work, ending, ending.trajectory)
-            else:
-                self._end(work, ending)
+            await self._reporter.report(work, ending)
         except asyncio.CancelledError:
             # Where none of us cancelled it user code did, or the loop is closing (then nothing
             # is reported, and the lease expires).
             ending = _CANCELLED_ITSELF if work.cause is None else ending_of_cause(work.cause)
-            self._end(work, ending)
+            self._reporter.end(work, ending)
             raise
         except BaseException as error:
             log.exception("rollout_bug", lease=work.lease.id)
-            self._end(work, Ending(Report.RETRY, StopReason.AGENT_ERROR, error=describe(error)))
+            self._reporter.end(
+                work, Ending(Report.RETRY, StopReason.AGENT_ERROR, error=describe(error))
+            )
         finally:
             if work.task is not None:
                 self._strays.discard(work.task)
-
-    async def _complete(self, work: Work, ending: Ending, trajectory: Trajectory) -> None:
-        leaves = leaves_of(trajectory)
-        text = b""
-        try:
-            if sum(len(leaf.response) for leaf in leaves) > LONG_TEXT_CHARS:
-                text = await in_thread(encode_text, trajectory)
-            else:
-                text = encode_text(trajectory)
-            body = encode_body(trajectory)
-            header = encode_header(
-                trajectory,
-                num_turns=sum(len(leaf.calls) for leaf in leaves),
-                done_unix_s=time.time(),
-                attempts=work.attempts,
-            )
-        except (WireError, UnicodeError) as error:
-            log.warning("result_has_no_wire_form", lease=work.lease.id, error=str(error))
-            self._end(work, _unsendable(ending, f"the result has no wire form: {error}"))
-            return
-        size = len(header) + len(body) + len(text)
-        if size > self._view.max_body_bytes:
-            message = f"{size} bytes; worker.max_body_bytes is {self._view.max_body_bytes}"
-            self._end(work, _too_large(ending, message))
-            return
-        if self._close(work):
-            self._count(work, ending, delivered=True)
-            self.submitter.complete(work, header, body, text)
-
-    def _end(self, work: Work, ending: Ending) -> None:
-        """Report an ending that is not a result."""
-        if not self._close(work):
-            return
-        self._count(work, ending, delivered=False)
-        if ending.report is None:
-            self._leave(work)
-            return
-        report, reason, delay_s = ending.report, ending.reason, ending.delay_s
-        if report is Report.RETRY:
-            delay_s = self._retry_delay(work.attempts)
-            if ending.stop_reason is StopReason.ENGINE_ERROR and not self._health.healthy():
-                # No engine is the engines' fault, not this member's: nothing is charged.
-                report, reason = Report.BACK, MemberReason.NO_ENGINE
-                delay_s = NO_ENGINE_DELAY_S * random.uniform(0.5, 1.5)
-        self.submitter.fail(work, report, reason, ending.error[:MAX_ERROR_CHARS], delay_s)
-
-    def _retry_delay(self, attempts: int) -> float:
-        first = self._limits.retry_delay_s
-        longest = max(first, RETRY_DELAY_MAX_S)
-        return float(min(first * 2 ** min(attempts, 16), longest) * random.uniform(0.5, 1.5))
-
-    def _close(self, work: Work) -> bool:
-        """Decide a member's ending once; False where it was decided before."""
-        if work.ended:
-            return False
-        work.ended = True
-        now = time.time()
-        work.lifecycle.setdefault("attempt_start", work.leased_unix_s)
-        work.lifecycle.setdefault("attempt_end", now)
-        return True
-
-    def _count(self, work: Work, ending: Ending, *, delivered: bool) -> None:
-        env = work.group.group.env
-        leaves = leaves_of(ending.trajectory) if ending.trajectory is not None else []
-        self._metrics.sample_ended(env, ending.stop_reason, leaves, delivered=delivered)
-        if not leaves or not leaves[0].spans:
-            for span in work.spans.spans:
-                self._metrics.span(span.name, span.duration_s)
-        if ending.refused:
-            self._note_refusal(work.group.key, ending.error)
-        elif delivered and any(leaf.calls for leaf in leaves):
-            self._refused.clear()
-            if ending.trajectory is not None and work.group.all_alike(ending.trajectory):
-                self._metrics.group_alike(env)
-                if not self._said_alike:
-                    self._said_alike = True
-                    log.warning("members_sampled_the_same", group=work.group.key)
-
-    def _note_refusal(self, key: str, message: str) -> None:
-        self._refused.add(key)
-        if len(self._refused) == self._limits.fail_after_groups:
-            log.error("engine_refuses_everything", groups=len(self._refused), error=message)
-            self._failing = asyncio.create_task(self._fail_run(message))
-
-    async def _fail_run(self, message: str) -> None:
-        reason = f"{len(self._refused)} groups in a row were refused, the last one: {message}"
-        await self._link.answered(lambda: self._queue.call(calls.fail_run(reason)))
 
     # --- the queue's answers ---------------------------------------------------------------------
     def _landed(self, work: Work, outcome: str) -> None:
@@ -340,9 +273,18 @@ class Shift:
         self._leave(work)
 
     def _leave(self, work: Work) -> None:
-        if self._works.pop(work.lease.id, None) is not None:
-            self._book.leave(work.group)
-            self._freed.set()
+        if self._works.pop(work.lease.id, None) is None:
+            return
+        group = work.group
+        self._book.leave(group)
+        if self._limits.whole_groups:
+            group.num_waiting += 1
+            self._num_waiting += 1
+            if group.members > 0:
+                return
+            self._num_waiting -= group.num_waiting
+            group.num_waiting = 0
+        self._freed.set()
 
     def held(self) -> list[str]:
         """Return the leases to beat for: all whose result is not on its way."""
@@ -387,7 +329,7 @@ class Shift:
         log.warning("attempt_ignores_cancellation", lease=work.lease.id, cause=cause.value)
         if work.task is not None:
             self._strays.add(work.task)
-        self._end(work, ending_of_cause(cause))
+        self._reporter.end(work, ending_of_cause(cause))
 
     def cancel_all(self, cause: Cause) -> None:
         """Stop every attempt."""
@@ -395,15 +337,31 @@ class Shift:
             work.cancel(cause)
 
     async def drain(
-        self, finish_s: float, report_s: float, now: asyncio.Event | None = None
+        self,
+        finish_s: float,
+        report_s: float,
+        now: asyncio.Event | None = None,
+        park: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
-        """Let attempts finish for `finish_s` or until `now`, give back the rest, and report.
+        """Let attempts finish for `finish_s` or until `now`, send back the rest, and report.
+
+        Args:
+            finish_s: for attempts to come to their end.
+            report_s: for the queue to answer; and before that for what is parked.
+            now: ends the wait for attempts.
+            park: stops calls in flight, whose attempts then park their members; without it nothing
+                is parked. An attempt that does not end by itself within `report_s` (its tool runs
+                on) is given back.
 
         Returns:
             How many members could not be reported within `report_s`; their leases expire.
         """
         self.stop()
         await self._until_idle(finish_s, now)
+        if park is not None and self._works:
+            self._gate.stop()
+            await park()
+            await self._until_idle(report_s, None)
         self.cancel_all(Cause.SHUTDOWN)
         await self._until_idle(report_s, None)
         return len(self._works)
@@ -418,9 +376,12 @@ class Shift:
 
     # --- small -----------------------------------------------------------------------------------
     async def _wait(self, event: asyncio.Event, seconds: float) -> None:
+        await self._bounded(event.wait(), seconds)
+
+    async def _bounded(self, wait: Awaitable[object], seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await event.wait()
+                await wait
 
     def _say(self, event: str, message: str) -> None:
         """Say something once until it changes."""
@@ -432,15 +393,3 @@ class Shift:
 _CANCELLED_ITSELF = Ending(
     Report.RETRY, StopReason.AGENT_ERROR, error="user code cancelled the task that it ran in"
 )
-
-
-def _unsendable(ending: Ending, message: str) -> Ending:
-    return Ending(
-        Report.FINAL, StopReason.AGENT_ERROR, ending.trajectory, MemberReason.AGENT_ERROR, message
-    )
-
-
-def _too_large(ending: Ending, message: str) -> Ending:
-    return Ending(
-        Report.FINAL, ending.stop_reason, ending.trajectory, MemberReason.TOO_LARGE, message
-    )

@@ -20,6 +20,7 @@ from rollstream.settings import EnvTable, Settings
 from .aggregate.judge import EnvJudge
 from .aggregate.loader import load_filters
 from .generate.loader import resolve_generate
+from .generate.resumable import is_resumable
 from .sampling import Sampling
 from .tools import load_tools
 from .types import DivergencePolicy, Limits
@@ -72,11 +73,12 @@ def _env_runtime(
     off = tuple(sampling.off_distribution())
     if off and not settings.sampling.allow_off_distribution:
         raise ConfigError(f"sampling.{off_problem(off[0], getattr(sampling, off[0]))}")
-    worker = settings.worker
+    worker, generate = settings.worker, resolve_generate(table.generate)
     return EnvRuntime(
         name=name,
-        generate=resolve_generate(table.generate),
+        generate=generate,
         generate_path=table.generate,
+        resumable=is_resumable(generate),
         limits=Limits(
             max_turns=table.max_turns,
             max_context=settings.model.max_context_tokens,

@@ -1,7 +1,7 @@
-"""From endings to the queue: completions and failures, batched, until they are answered.
+"""From endings to the queue: results, parked members and failures, batched, until answered.
 
-Owns the backlog of results and the calls that carry them. Never drops a result: an outage
-is waited through (a repeated `complete` answers `dup`, a repeated `fail` answers `fenced`).
+Owns the backlog of reports and the calls that carry them. Never drops a report: an outage is waited
+through (a repeated `complete` answers `dup`, a repeated `fail` or `park` answers `fenced`).
 Invariant: a lease leaves the beat set when its result is written to Redis and not before; its
 slot is free when the answer arrives; no rollout's cancellation reaches a result that is on its
 way, because results travel in this module's own tasks.
@@ -35,8 +35,9 @@ CALLS_IN_FLIGHT = 2
 """Calls on their way at once: while Redis stores one, the next is written (a sixth more samples/s;
 a third brings nothing)."""
 Landed = Callable[[Work, str], None]
-"""Told once per result: `ok`, `dup`, `fenced`, `too_large`; or for a failure `again`, `back`,
-`failed`, `gone` (the lease was not ours any more, which is ignored)."""
+"""Told once per report: `ok`, `dup`, `fenced`, `too_large` of a result; `parked` or `too_large` of
+what is parked; `again`, `back`, `failed` of a failure; of the latter two also `gone` (the lease was
+not ours any more, which is ignored)."""
 
 log = structlog.get_logger("worker")
 
@@ -45,7 +46,9 @@ log = structlog.get_logger("worker")
 class _Result:
     work: Work
     completion: Completion | None
-    failure: ScriptCall[str] | None
+    other: ScriptCall[str] | None
+    """A failure, or a park."""
+    num_bytes: int = 0
 
 
 class Submitter:
@@ -61,13 +64,26 @@ class Submitter:
 
     def complete(self, work: Work, header: bytes, body: bytes, text: bytes = b"") -> None:
         """Put one ended trajectory on its way."""
-        self._put(_Result(work, Completion(work.lease, header, body, text), None))
+        completion = Completion(work.lease, header, body, text)
+        self._put(_Result(work, completion, None, completion.num_bytes))
+
+    def park(self, work: Work, body: bytes, delay_s: float = 0.0) -> None:
+        """Put a member that goes on elsewhere on its way, with what it has."""
+        call = calls.park(work.lease, body, delay_s=delay_s)
+        self._put(_Result(work, None, call, len(body)))
 
     def fail(
-        self, work: Work, report: Report, reason: MemberReason, error: str, delay_s: float = 0.0
+        self,
+        work: Work,
+        report: Report,
+        reason: MemberReason,
+        error: str,
+        delay_s: float = 0.0,
+        *,
+        forget: bool = False,
     ) -> None:
-        """Put one failure or give-back on its way."""
-        call = calls.fail(work.lease, report, reason, error, delay_s=delay_s)
+        """Put one failure or give-back on its way; `forget` what it has parked, too."""
+        call = calls.fail(work.lease, report, reason, error, delay_s=delay_s, forget=forget)
         self._put(_Result(work, None, call))
 
     def _put(self, result: _Result) -> None:
@@ -106,8 +122,7 @@ class Submitter:
         batch: list[_Result] = []
         num_bytes = 0
         while self._backlog and len(batch) < MAX_MEMBERS_A_CALL:
-            completion = self._backlog[0].completion
-            size = 0 if completion is None else completion.num_bytes
+            size = self._backlog[0].num_bytes
             if batch and num_bytes + size > MAX_COMPLETE_BYTES:
                 break
             num_bytes += size
@@ -144,14 +159,14 @@ class Submitter:
 
     async def _call(self, batch: list[_Result]) -> list[str]:
         completions = [r.completion for r in batch if r.completion is not None]
-        asked: list[ScriptCall[Any]] = [r.failure for r in batch if r.failure is not None]
+        asked: list[ScriptCall[Any]] = [r.other for r in batch if r.other is not None]
         if completions:
             asked.append(calls.complete(completions))
         answers: list[Any] = await self._queue.call_many(asked)
         landed = iter(answers.pop() if completions else ())
-        failed = iter(answers)
+        others = iter(answers)
         return [
-            _sent_back(next(failed)) if r.completion is None else _outcome(next(landed))
+            _sent_back(next(others)) if r.completion is None else _outcome(next(landed))
             for r in batch
         ]
 
@@ -163,7 +178,7 @@ class Submitter:
             return
         result = batch[0]
         log.error("result_refused", lease=result.work.lease.id, error=str(error))
-        if result.completion is None:
+        if result.completion is None and not result.num_bytes:
             self._landed(result.work, GONE)
             return
         message = f"Redis refused the result: {error}"
@@ -172,7 +187,7 @@ class Submitter:
 
 
 def _sent_back(answer: str) -> str:
-    # A failure that comes too late says nothing that the queue does not know.
+    # A failure or a park that comes too late says nothing that the queue does not know.
     return GONE if answer == "fenced" else answer
 
 

@@ -318,7 +318,8 @@ class GenerateInput:
     """Everything that a generate function gets."""
 
     sample: Sample
-    """Pending: ids, prompt, label, metadata, sampling are set; tokens are empty."""
+    """Pending: ids, prompt, label, metadata, sampling are set; tokens are empty. A function that
+    is resumable may get an aborted one, with all tokens, calls and metadata that it returned."""
     sampling: Sampling
     """Of the group; `turn_seed` gives each call's seed."""
     engine: Engine
@@ -336,6 +337,10 @@ class GenerateInput:
     turn_seed: Callable[[int], int]
     """Turn → seed; the same under retry and resume."""
     evaluation: bool = False
+    """Nobody trains on it: no spans are recorded, and parameters may leave the distribution."""
+    parks: bool = False
+    """What the function returns as `abort_weights` is stored, and goes on with the next attempt:
+    its text is not read."""
     debug_messages: bool = False
     """Keep the conversation as messages in `metadata["messages"]`, for people."""
     replay: bool = False

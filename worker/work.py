@@ -20,6 +20,7 @@ from rollstream.errors import (
     RolloutFault,
     Status,
     StopReason,
+    WireError,
     report_of,
 )
 from rollstream.group import PromptGroup, Trajectory
@@ -28,7 +29,7 @@ from rollstream.sample import Sample
 
 from .sampling import Sampling
 from .telemetry.spans import SpanList
-from .types import GenerateFunction, GenerateInput, Limits, Tool
+from .types import GenerateFunction, GenerateInput, Limits, SpanRecorder, Tool
 
 MAX_ERROR_CHARS = 2000
 
@@ -54,6 +55,8 @@ class EnvRuntime:
     tools: Mapping[str, Tool] = field(default_factory=dict)
     scorer: Scorer | None = None
     """None where the trainer scores."""
+    resumable: bool = False
+    """Its generate function goes on from what an earlier attempt left."""
     marks: tuple[str, ...] = ()
     """Parameters that leave the distribution, where that was permitted."""
 
@@ -82,6 +85,8 @@ class Ending:
     refused: bool = False
     """An engine refused the request itself: another try cannot help."""
     delay_s: float = 0.0
+    forget: bool = False
+    """What the member has parked is of no use: the next attempt begins at the prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +99,17 @@ class Work:
     leased_unix_s: float
     deadline_mono_s: float
     """When `worker.sample_timeout_s` is over."""
-    spans: SpanList = field(default_factory=SpanList)
+    parked_bytes: int = 0
+    """Size of what an earlier attempt parked; 0 where the member begins at its prompt."""
+    resumes: int = 0
+    """How often it was resumed, this attempt included, once what it parked was read."""
+    num_earlier_spans: int = 0
+    """Of `spans`: those of earlier attempts, which stand first."""
+    spans: SpanRecorder = field(default_factory=SpanList)
     lifecycle: dict[str, float] = field(default_factory=dict)
     """Unix seconds of `attempt_start`, `gen_start`, `attempt_end`, as far as it got."""
+    sample: Sample | None = None
+    """What the attempt began with: pending, or what an earlier one parked."""
     given: GenerateInput | None = None
     """What its generate function was given; its deadline moves with ours."""
     task: asyncio.Task[None] | None = None
@@ -139,6 +152,8 @@ class GroupWork:
     problem: str = ""
     """Why no member can run: a record that cannot be read, an unknown environment, …"""
     members: int = 0
+    num_waiting: int = 0
+    """Slots of members that ended, which `worker.submission = group` keeps until all have."""
     is_prompt_proven: bool = False
     """A sample's whole request was compared with its ids, the prompt's JSON included."""
     rendered: Any = None
@@ -147,6 +162,11 @@ class GroupWork:
     """Members that were sampled to an end here."""
     answers: set[int] = field(default_factory=set)
     """What tells their tokens apart."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is one of `GroupStream.evaluate`: nobody trains on it."""
+        return is_evaluation(self.key)
 
     def all_alike(self, trajectory: Trajectory) -> bool:
         """Take a member's answer; True for the last of a group whose members sampled the same.
@@ -158,6 +178,33 @@ class GroupWork:
         self.answers.add(_digest(trajectory))
         whole = self.num_answers == self.group.n > 1
         return whole and len(self.answers) == 1 and self.sampling.temperature > 0
+
+
+EVALUATION = "e:"
+"""How the ids of evaluation groups begin."""
+_MAX_PLACE_DIGITS = 12
+
+
+def is_evaluation(group_id: str) -> bool:
+    """Return whether a group, as Redis names it, is one of an evaluation."""
+    return group_id.startswith(EVALUATION)
+
+
+def place_of(group_id: str) -> int:
+    """Return the number of a group: its index, or the place of an evaluation's in its list.
+
+    The place is the number that its id ends in, behind a colon; 0 where it ends in none.
+
+    Raises:
+        WireError: it is neither.
+    """
+    if group_id.isascii() and group_id.isdecimal():
+        return int(group_id)
+    if not is_evaluation(group_id):
+        raise WireError(f"group id {group_id!r} is not a number")
+    last = group_id.rpartition(":")[2]
+    is_number = last.isascii() and last.isdecimal() and len(last) <= _MAX_PLACE_DIGITS
+    return int(last) if is_number else 0
 
 
 _OF_STATUS = {

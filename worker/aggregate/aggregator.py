@@ -32,6 +32,7 @@ from rollstream.queue.reads import StoredGroup, StreamEntry
 from rollstream.wire import decode_body, decode_prompt
 
 from ..telemetry.metrics import Metrics
+from ..work import place_of
 from .judge import KEEP, EnvJudge, FilterError, FilterHung, Verdict, judge, view_of
 
 CONSUMER = "aggregator"
@@ -280,7 +281,7 @@ class Aggregator:
             return self._only, None
         if stored.prompt is None:
             raise WireError(f"group {stored.group_index} has no prompt record")
-        prompt = decode_prompt(stored.prompt, int(stored.group_index), stored.n)
+        prompt = decode_prompt(stored.prompt, place_of(stored.group_index), stored.n)
         env = self._envs.get(prompt.env)
         if env is None:
             raise LookupError(

@@ -19,6 +19,7 @@ from rollstream.wire import decode_header
 
 from ..bounded import Overdue, run_bounded
 from ..functions import describe
+from ..work import place_of
 from .loader import LoadedFilter
 
 _SHORT_OF = {
@@ -85,7 +86,7 @@ def view_of(stored: StoredGroup, env: EnvJudge, metadata: Mapping[str, Any]) -> 
         )
         for i, raw in enumerate(stored.headers)
     ]
-    return GroupView(int(stored.group_index), stored.n, env.name, members, dict(metadata))
+    return GroupView(place_of(stored.group_index), stored.n, env.name, members, dict(metadata))
 
 
 async def judge(

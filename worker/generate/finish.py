@@ -41,6 +41,8 @@ _REASON_OF_FINISH: dict[str, StopReason] = {
 _DTYPES = [(name, np.dtype(dtype)) for name, dtype in ARRAY_DTYPES.items()]
 _BASE_OF = {"i": "integers", "u": "integers", "f": "numbers"}
 _REPLAY = ("rollout_routed_experts", "rollout_indexer_topk")
+_SERVED_ROWS = tuple(np.dtype(kind) for kind in ("<u1", "<u2", "<i4"))
+"""What engines serve rows in; they stay what they are."""
 _INT32 = np.dtype("<i4")
 
 
@@ -77,6 +79,19 @@ def finish(
         except (ContractError, ValueError, TypeError) as error:
             raise _wrong(f"{where}: {describe(error)}", "invalid_sample") from error
     return output.samples
+
+
+def check_record(sample: Sample, max_token_id: int) -> None:
+    """Check that a sample of unknown origin may be trained on, or gone on from.
+
+    Raises:
+        ContractError: its parts do not fit each other.
+        ValueError: versions that do not cover their call, or a value that cannot be.
+    """
+    sample.validate()
+    for call in sample.calls:
+        _whole(call)
+    _check_values(sample, max_token_id)
 
 
 def _wrong(what: str, detail: str) -> AgentFault:
@@ -122,7 +137,8 @@ def _complete(leaf: Sample, pending: Sample, decode: Decode | None) -> None:
     _end(leaf)
     if leaf.calls:
         leaf.derive_weight_versions()
-    if decode is not None and leaf.response_length and not leaf.response:
+    is_left = leaf.stop_reason is StopReason.ABORT_WEIGHTS  # it goes on, or begins anew: unread
+    if decode is not None and leaf.response_length and not leaf.response and not is_left:
         leaf.response = decode(leaf.tokens[-leaf.response_length :])
     if not isinstance(leaf.response, str):
         raise TypeError(f"response is {type(leaf.response).__name__}, expected text")
@@ -185,7 +201,7 @@ def _rows(name: str, values: Any, count: int) -> Any:
             f"{name} is {array.dtype} of shape {array.shape}; expected whole numbers "
             f"[{count}, layers, top_k], a row for every token but the last"
         )
-    if array.dtype == _INT32:
+    if array.dtype in _SERVED_ROWS:
         return array
     cast = array.astype(_INT32)
     if not np.array_equal(cast, array):

@@ -22,11 +22,13 @@ from ..tito.tokenizer import LONG_IDS
 from ..tools import Observation, run_calls, tool_specs
 from ..tools.text import clean
 from ..types import AssistantMessage, GenerateInput, GenerateOutput, ProblemKind, ToolCall
+from .resumable import resumable
 from .rollout import LinearRollout
 
 _MAX_RECORDED_CHARS = 4096
 
 
+@resumable
 async def multi_turn(given: GenerateInput) -> GenerateOutput:
     """Sample turn after turn until the model answers without a call, or a limit is met.
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollstream.errors import STATUS_OF, StopReason
-from rollstream.sample import Sample, empty_ids
+from rollstream.sample import UNKNOWN_VERSION, Sample, empty_ids
 
 from ..bounded import in_thread
 from ..offload import decode
@@ -87,12 +87,14 @@ async def record_call(
             routing_key=sample.routing_key or f"g{sample.group_index}",
             version=version,
             deadline_s=max(given.deadline - time.monotonic(), 0.001),
-            salt=turns[0].dispatched_version if turns else version,
+            salt=_salt_of(turns),
         )
+    # A call may wait for a pause to end, or be tried again: the version is that of its try.
+    dispatched = completion.dispatched_version
     record = TurnRecord.of(
         ids,
         completion,
-        dispatched_version=version,
+        dispatched_version=version if dispatched == UNKNOWN_VERSION else dispatched,
         current_version=given.version(),
         sampling=sampling.to_dict(),
     )
@@ -103,6 +105,12 @@ async def record_call(
         )
     turns.append(record)
     return record
+
+
+def _salt_of(turns: Sequence[TurnRecord]) -> int | None:
+    """Return the version at the first call; None has the call salted by its own."""
+    first = turns[0].dispatched_version if turns else UNKNOWN_VERSION
+    return None if first == UNKNOWN_VERSION else first
 
 
 def _replay_start(
@@ -152,7 +160,7 @@ async def merge_records(given: GenerateInput, turns: Sequence[TurnRecord]) -> Ge
         leaves = [_empty_sample(template, resolved)]
     for leaf in leaves:
         if leaf.calls and leaf.calls[-1].finish == Finish.ABORT:
-            # This worker cancels its own calls, so an abort in a reply is the engine's.
+            # Whoever asked for it: no function's doing, and its member begins anew.
             leaf.finish(StopReason.ABORT_WEIGHTS, STATUS_OF[StopReason.ABORT_WEIGHTS])
     if resolved.left_out:
         leaves[-1].metadata["left_out_turns"] = resolved.left_out

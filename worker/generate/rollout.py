@@ -1,8 +1,10 @@
 """One linear trajectory while it grows: budgets, engine calls, and how it ends.
 
-Owns what `single_turn` and `multi_turn` share. Never runs a tool, never writes to the sample that
-it was given (it fills a copy). Invariant: a request is sent only with room for at least one token,
-and every token that a reply brought is kept, whatever ended it.
+Owns what `single_turn` and `multi_turn` share, and how a trajectory that another attempt began goes
+on at its token. Never runs a tool, never writes to the sample that it was given (it fills a copy).
+Invariant: a request is sent only with room for at least one token, and every token that a reply
+brought is kept, whatever ended it; a reply that was aborted before its first token, or a call that
+was not made, leaves nothing.
 
 Axes: L all tokens so far, C sampled tokens of one reply.
 """
@@ -14,8 +16,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollstream.errors import STATUS_OF, EngineFault, Status, StopReason
-from rollstream.sample import Message, Sample, TokenIds
+from rollstream.errors import STATUS_OF, EngineFault, Status, StopReason, Withheld
+from rollstream.sample import UNKNOWN_VERSION, Message, Sample, TokenIds
 
 from ..engines.faults import Detail
 from ..offload import decode
@@ -33,7 +35,7 @@ class Reply:
     """What one engine call brought."""
 
     completion: Completion | None
-    """None where no request was sent, or the engine refused it as too long."""
+    """None where no request was sent, the engine refused it as too long, or nothing came of it."""
     ended: StopReason | None
     """Why the trajectory ends here; None where the turn is complete."""
 
@@ -66,7 +68,7 @@ class LinearRollout:
         calls = self.trajectory.calls
         if self.trajectory.num_tokens == 0:
             raise ValueError("the prompt is empty: it has no token to go on from")
-        self._salt: int | None = calls[0].dispatched_version if calls else None
+        self._salt = _salt_of(calls[0].dispatched_version) if calls else None
         """The version at the first call: later calls find the cache of the earlier ones."""
         goes_on = bool(calls) and calls[-1].finish == Finish.ABORT
         goes_on = goes_on and calls[-1].end == self.trajectory.num_tokens
@@ -105,7 +107,6 @@ class LinearRollout:
         given, turn = self.given, self.turn
         sampling = effective(given.sampling, room, given.turn_seed(turn))
         version = given.version()
-        self._salt = version if self._salt is None else self._salt
         try:
             with timed(given.spans, "generate", turn):
                 completion = await given.engine.generate(
@@ -116,13 +117,23 @@ class LinearRollout:
                     deadline_s=max(given.deadline - time.monotonic(), 0.001),
                     salt=self._salt,
                 )
+        except Withheld:
+            return Reply(None, StopReason.ABORT_WEIGHTS)
         except EngineFault as fault:
             if fault.detail == Detail.CONTEXT_OVERFLOW:  # its context is smaller than ours says
                 return Reply(None, self._no_room(StopReason.CONTEXT_LENGTH))
             raise
+        if completion.finish is Finish.ABORT and len(completion.ids) == 0:
+            # Aborted while it waited: as if the call had never been made.
+            return Reply(None, StopReason.ABORT_WEIGHTS)
+        # A call may wait for a pause to end, or be tried again: the version is that of its try.
+        dispatched = completion.dispatched_version
+        if dispatched == UNKNOWN_VERSION:
+            dispatched = version
+        self._salt = dispatched if self._salt is None else self._salt
         self.trajectory.add_completion(
             completion,
-            dispatched_version=version,
+            dispatched_version=dispatched,
             sampling=sampling.to_dict(),
             current_version=given.version(),
         )
@@ -137,8 +148,8 @@ class LinearRollout:
 
     def _ended_by(self, completion: Completion, room: Room) -> StopReason | None:
         if completion.finish is Finish.ABORT:
-            # This worker cancels its own calls, so an abort in a reply is the engine's: it was
-            # paused or its weights were replaced.
+            # Whoever asked for it, the trainer's pause or the engine's own operator: the tokens
+            # are sound, and more of them may follow.
             return StopReason.ABORT_WEIGHTS
         length = len(completion.ids)
         if completion.finish is Finish.LENGTH:
@@ -167,7 +178,9 @@ class LinearRollout:
         """Write the trajectory into the sample, with its ending, and hand it over."""
         given, trajectory = self.given, self.trajectory
         with timed(given.spans, "merge"):
-            text = await decode(given.renderer, trajectory.response_ids())
+            # What goes on elsewhere has its text made there, of all tokens.
+            unread = given.parks and reason is StopReason.ABORT_WEIGHTS
+            text = "" if unread else await decode(given.renderer, trajectory.response_ids())
             sample = trajectory.write_to(self.sample, response=text)
         sample.finish(reason, STATUS_OF[reason])
         if given.debug_messages:
@@ -184,6 +197,10 @@ class LinearRollout:
         if self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()  # the same turn, as far as an earlier attempt had got
         self.messages.append({"role": "assistant", "content": self.given.renderer.decode(ids)})
+
+
+def _salt_of(version: int) -> int | None:
+    return None if version == UNKNOWN_VERSION else version
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:

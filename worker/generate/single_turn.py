@@ -12,9 +12,11 @@ from rollstream.errors import StopReason
 from rollstream.sample import empty_ids
 
 from ..types import GenerateInput, GenerateOutput
+from .resumable import resumable
 from .rollout import LinearRollout
 
 
+@resumable
 async def single_turn(given: GenerateInput) -> GenerateOutput:
     """Sample one reply to the prompt.
 

@@ -155,6 +155,19 @@ class Metrics:
             "rollout_user_threads_hung", "Those of them that nobody waits for any more",
             registry=registry,
         )  # fmt: skip
+        self.parked_samples_total = prom.Counter(
+            "rollout_parked_samples", "Samples that were stopped half-way with what they had",
+            registry=registry,
+        )  # fmt: skip
+        self.resumed_samples_total = prom.Counter(
+            "rollout_resumed_samples", "Samples that went on from what was parked",
+            registry=registry,
+        )  # fmt: skip
+        evaluated = prom.Counter(
+            "rollout_evaluation_samples", "Trajectories of evaluations that ended", ["status"],
+            registry=registry,
+        )  # fmt: skip
+        self._evaluated = {s: evaluated.labels(s.value) for s in sorted(set(STATUS_OF.values()))}
         self._declare_fidelity()
         self._bind_children()
 
@@ -232,6 +245,10 @@ class Metrics:
             diverged = sample.metadata.get("divergences")
             if diverged:
                 self._diverged(diverged)
+
+    def evaluation_ended(self, reason: StopReason) -> None:
+        """Count one trajectory of an evaluation, which counts nowhere else."""
+        self._evaluated[STATUS_OF[reason]].inc()
 
     def _diverged(self, found: object) -> None:
         """Count what a merge noted, each turn once: in the leaf that has it (`tito.divergence`).

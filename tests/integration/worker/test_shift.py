@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
+import worker.reports
 import worker.shift
 from rollstream.errors import EngineFault, MemberReason, Report
 from rollstream.queue import calls
@@ -159,7 +160,7 @@ async def test_a_retryable_fault_charges_one_attempt_and_runs_the_member_again(r
 async def test_without_a_healthy_engine_nothing_is_leased_and_nothing_is_charged(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.shift, "NO_ENGINE_DELAY_S", 0.0)
+    monkeypatch.setattr(worker.reports, "NO_ENGINE_DELAY_S", 0.0)
     gate = Gate()
     await run.enqueue(1, 2)
     await run.enqueue(2, 2)

@@ -377,7 +377,8 @@ async def test_an_empty_reply_is_a_call_of_no_tokens(finish: str, qwen3: Any) ->
     stage = given(InProcess([Says([], finish)]), qwen3)
     sample = (await multi_turn(stage)).samples
     assert isinstance(sample, Sample)
-    assert (sample.response_length, len(sample.calls)) == (0, 1)
+    # An abort before the first token is as if the call had never been made.
+    assert (sample.response_length, len(sample.calls)) == (0, finish == "stop")
     assert sample.rollout_log_probs is not None
     assert sample.rollout_log_probs.tolist() == []
     assert sample.status is (Status.COMPLETED if finish == "stop" else Status.ABORTED)

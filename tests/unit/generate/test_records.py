@@ -89,7 +89,7 @@ async def test_a_recorded_call_has_the_seed_salt_budget_and_provenance_of_its_tu
     assert [one.ids for one in engine.asked] == [P0, P0 + A1 + O1]
     assert [one.max_new_tokens for one in engine.asked] == [20, 6]
     assert [one.seed for one in engine.asked] == [stage.turn_seed(0), stage.turn_seed(1)]
-    assert engine.salts == [3, 3], "later calls find the cache of the first"
+    assert engine.salts == [None, 3], "the first has its own; later calls find the cache of it"
     assert second is not None
     assert (second.dispatched_version, second.versions) == (4, [(4, 0, 2)])
     assert await record_call(stage, turns, [7] * 30) is None
