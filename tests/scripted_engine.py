@@ -136,6 +136,9 @@ class ScriptedEngine:
     info_status: int = 200
     weight_version: str = "default"
     paused: bool = False
+    """It says so; see `pause` for one that also keeps requests."""
+    held: list[Exchange] | None = None
+    """Requests that came during a pause; None where they are answered."""
     is_dev: bool = True
     """Serves vLLM's control calls, as in dev mode."""
     absent: Sequence[str] = ()
@@ -174,6 +177,22 @@ class ScriptedEngine:
     def _generate(self, exchange: Exchange, body: dict[str, Any]) -> None:
         self.requests.append(body)
         self.raw.append(exchange)
+        if self.held is not None:
+            self.held.append(exchange)
+        else:
+            self._step(exchange)
+
+    def pause(self) -> None:
+        """Keep every request from now on, as a paused SGLang does."""
+        self.paused, self.held = True, []
+
+    def go_on(self) -> None:
+        """Answer what was kept, and what comes."""
+        held, self.held, self.paused = self.held or [], None, False
+        for exchange in held:
+            self._step(exchange)
+
+    def _step(self, exchange: Exchange) -> None:
         step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
         if callable(step):
             step(exchange)

@@ -35,11 +35,31 @@ def create_engine(settings: Settings, *, max_token_id: int) -> EnginePool:
         connect_timeout_s=engine.connect_timeout_s,
         abort_wait_s=engine.abort_wait_s,
         probe_interval_s=engine.probe_interval_s,
+        discover_interval_s=engine.discover_interval_s,
+        max_in_flight=engine.max_in_flight,
+        retry_budget=engine.retry_budget,
+        require_version=engine.require_version,
     )
     return EnginePool(
         engine.urls,
         max_token_id=max_token_id,
+        kind=engine.kind,
         policy=policy,
         wire_dir=settings.debug.wire_dir,
         replay=replay_shape(settings),
+        lora_path=engine.lora_path,
+        model=engine.model,
+        vllm_route=engine.vllm_route,
+        check_logprobs=True,
+        scaled=samples_scaled(settings),
     )
+
+
+def samples_scaled(settings: Settings) -> bool:
+    """Return whether an environment samples at a temperature at which raw log-probs are wrong.
+
+    Temperature 0 is the most likely token, whose log-prob engines give for T = 1.
+    """
+    flat = settings.sampling.temperature
+    own = (table.sampling.get("temperature", flat) for table in settings.envs().values())
+    return any(temperature not in (0, 1) for temperature in own)

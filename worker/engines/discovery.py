@@ -13,10 +13,11 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import aiohttp
 import httpx
 import msgspec
 
-from rollstream.errors import ConfigError, EngineFault
+from rollstream.errors import ConfigError
 
 DNS, ROUTER = "dns+", "router+"
 _RANK = re.compile(r"@\d+$")
@@ -24,15 +25,45 @@ _RANK = re.compile(r"@\d+$")
 _PATHS = ("/workers", "/list_workers")
 """Of SGLang's router: today's, and the older one."""
 MAX_ENGINES = 1024
+MAX_LIST_BYTES = 4 << 20
 
 Ask: TypeAlias = Callable[[str], Awaitable[tuple[int, bytes]]]
-"""GET a URL, bounded; (status, body), or an EngineFault."""
+"""GET a URL, bounded; (status, body), or NoAnswer."""
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """Name and port to addresses; raises OSError."""
 
 
 class NoAnswer(Exception):
     """An address named no engine just now; says which and why."""
+
+
+async def http_get(
+    transport: httpx.AsyncBaseTransport, url: str, *, limit_s: float
+) -> tuple[int, bytes]:
+    """Return status and body of a URL.
+
+    Raises:
+        NoAnswer: nothing within `limit_s`, or more than any list of engines.
+    """
+    extensions = {"timeout": {"connect": limit_s, "read": limit_s, "pool": None}}
+    try:
+        async with asyncio.timeout(limit_s):
+            request = httpx.Request("GET", url, extensions=extensions)
+            response = await transport.handle_async_request(request)
+            try:
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                raw = b""
+                async for chunk in response.stream:
+                    raw += chunk
+                    if len(raw) > MAX_LIST_BYTES:
+                        raise NoAnswer(f"{url}: more than {MAX_LIST_BYTES} bytes")
+            finally:
+                await response.aclose()
+    except TimeoutError:
+        raise NoAnswer(f"{url}: no answer in {limit_s:g} s") from None
+    except (httpx.TransportError, aiohttp.ClientError, OSError) as error:
+        raise NoAnswer(f"{url}: {type(error).__name__}: {error}") from None
+    return response.status_code, raw
 
 
 def is_moving(spec: str) -> bool:
@@ -101,10 +132,7 @@ async def _of_name(url: httpx.URL, spec: str, resolve: Resolve) -> list[str]:
 async def _of_router(router: str, ask: Ask) -> list[str]:
     heard: list[str] = []
     for path in _PATHS:
-        try:
-            status, raw = await ask(router + path)
-        except EngineFault as error:
-            raise NoAnswer(f"{router}{path}: {error.message}") from None
+        status, raw = await ask(router + path)
         if status != 200:
             heard.append(f"{path} answered {status}")
             continue

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +14,15 @@ import pytest
 
 from rollstream.errors import ConfigError, EngineFault
 from rollstream.settings import DebugTable, EngineTable, Settings
-from tests.scripted_engine import a_reply, hang, reset, scripted
+from tests.engine_pool import LOOKS, a_pool, ask, chosen, key_of, one_token
+from tests.scripted_engine import ScriptedEngine, a_reply, hang, reset, scripted
 from worker.engines import create_engine
 from worker.engines.pool import EnginePool, RetryPolicy
 from worker.engines.sim.http import Exchange
 from worker.sampling import Sampling
-from worker.types import Completion, Finish, RequestIds
+from worker.types import Finish, RequestIds
 
-PROMPT = RequestIds([b"3838,374,220,16", b"10,22,30"], 7)
-QUICK = RetryPolicy(
-    max_retries=3,
-    backoff_s=0.01,
-    backoff_max_s=0.02,
-    request_timeout_s=5.0,
-    connect_timeout_s=2.0,
-    abort_wait_s=1.0,
-    probe_interval_s=0.02,
-)
 FULL = (503, b'{"error":{"message":"The request queue is full."}}')
-
-
-@contextlib.asynccontextmanager
-async def a_pool(*urls: str, **changes: Any) -> AsyncIterator[EnginePool]:
-    policy = {name: getattr(QUICK, name) for name in QUICK.__slots__} | changes
-    wire_dir = policy.pop("wire_dir", None)
-    pool = EnginePool(urls, max_token_id=151668, policy=RetryPolicy(**policy), wire_dir=wire_dir)
-    try:
-        yield pool
-    finally:
-        await pool.aclose()
-
-
-async def ask(
-    pool: EnginePool, key: str = "g1", *, max_new_tokens: int = 16, **options: Any
-) -> Completion:
-    sampling = Sampling(max_new_tokens=max_new_tokens, seed=5)
-    return await pool.generate(PROMPT, sampling, routing_key=key, version=3, **options)
 
 
 async def fault_of(pool: EnginePool, **options: Any) -> EngineFault:
@@ -65,14 +37,9 @@ async def wait_until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def homes(pool: EnginePool, url: str) -> str:
-    """Return a routing key whose home is `url`."""
-    for i in range(1000):
-        chosen = pool._choose(f"g{i}", None)
-        assert chosen is not None
-        if chosen.client.url == url:
-            return f"g{i}"
-    raise AssertionError(f"no key lives at {url}")
+def calls_of(engine: ScriptedEngine) -> list[tuple[str, str]]:
+    """Return (path, rid) of everything but looks."""
+    return [entry for entry in engine.log if entry[0] not in LOOKS]
 
 
 async def test_client_sends_one_request_with_the_keys_of_the_protocol() -> None:
@@ -256,7 +223,7 @@ async def test_half_a_body_is_never_parsed_as_a_turn() -> None:
         completion = await ask(pool)
         assert completion.ids.tolist() == [59]
         assert pool.counters.engines[0].requests["reset"] == 1
-    assert [path for path in engine.paths() if path != "/model_info"] == [
+    assert [path for path, _ in calls_of(engine)] == [
         "/generate",
         "/abort_request",
         "/generate",
@@ -305,7 +272,7 @@ async def test_timeout_aborts_the_call_waits_for_its_partial_reply_and_drops_it(
             assert pool.counters.engines[0].requests["timeout"] == 1
     assert completion.ids.tolist() == [59]
     first, second = engine.requests
-    assert engine.log == [
+    assert calls_of(engine) == [
         ("/generate", first["rid"]),
         ("/abort_request", first["rid"]),
         ("/generate", second["rid"]),
@@ -328,7 +295,7 @@ async def test_timeout_wait_is_bounded_and_an_abort_that_failed_is_counted() -> 
             engine.url, request_timeout_s=0.05, abort_wait_s=0.05, max_retries=1
         ) as pool:
             error = await fault_of(pool)
-            client = pool._members[0].client
+            client = pool._fleet.members[0].client
             await client.aclose()
             assert (client.aborts, client.failed_aborts) == (2, 2)
     assert error.detail == "timeout"
@@ -382,22 +349,18 @@ async def test_engine_that_leaves_moves_its_own_keys_only() -> None:
     three = ["http://a", "http://b", "http://c"]
     pool = EnginePool(three, max_token_id=9)
 
-    def home(key: str) -> str:
-        chosen = pool._choose(key, None)
-        assert chosen is not None
-        return chosen.client.url
-
-    before = {f"g{i}": home(f"g{i}") for i in range(200)}
+    before = {f"g{i}": chosen(pool, f"g{i}") for i in range(200)}
     for counters in pool.counters.engines:
         counters.in_flight = 99  # a busy home is still the home
-        assert {key: home(key) for key in before} == before
+        assert {key: chosen(pool, key) for key in before} == before
         counters.in_flight = 0
     pool.counters.engines[1].up = False
-    after = {key: home(key) for key in before}
+    pool._fleet.refresh()
+    after = {key: chosen(pool, key) for key in before}
     moved = {key for key in before if before[key] != after[key]}
     assert moved == {key for key in before if before[key] == "http://b"}
     pool.counters.engines[0].in_flight = 5
-    assert {home(key) for key in moved} == {"http://c"}  # the least loaded takes them
+    assert {chosen(pool, key) for key in moved} == {"http://c"}  # the least loaded takes them
     await pool.aclose()
 
 
@@ -407,14 +370,14 @@ async def test_retry_goes_to_another_engine_where_there_is_one() -> None:
         scripted(a_reply([59])) as good,
         a_pool(bad.url, good.url) as pool,
     ):
-        completion = await ask(pool, homes(pool, bad.url))
+        completion = await ask(pool, key_of(pool, bad.url))
     assert completion.engine == good.url
     assert (len(bad.requests), len(good.requests)) == (1, 1)
 
 
 async def test_refused_connection_ejects_at_once_and_the_engine_returns_by_itself() -> None:
     async with scripted() as a, scripted() as b, a_pool(a.url, b.url) as pool:
-        key, port = homes(pool, a.url), a.port
+        key, port = key_of(pool, a.url), a.port
         await a.stop()
         assert (await ask(pool, key)).engine == b.url
         [down, up] = pool.counters.engines
@@ -437,7 +400,7 @@ async def test_engine_is_ejected_by_a_row_of_503_but_not_by_single_ones() -> Non
             assert (counters.ejections, counters.requests["unavailable"]) == (0, 4)
         engine.steps[:] = [FULL]
         engine.info_status = 503
-        async with a_pool(engine.url) as pool:
+        async with a_pool(engine.url, probe_interval_s=60.0) as pool:
             error = await fault_of(pool)
             counters = pool.counters.engines[0]
             assert (counters.ejections, counters.requests["unavailable"]) == (1, 3)
@@ -500,14 +463,16 @@ async def test_engine_urls_that_cannot_work_are_refused_by_name(
 
 
 async def test_engine_of_the_configuration_takes_its_bounds(tmp_path: Path) -> None:
-    async with scripted(FULL) as engine:
+    async with scripted(one_token("temperature", FULL)) as engine:
         table = EngineTable(urls=(engine.url + "/",), max_retries=1, retry_backoff_s=0.001)
         settings = Settings(engine=table, debug=DebugTable(wire_dir=tmp_path / "wire"))
         pool = create_engine(settings, max_token_id=151668)
+        assert await pool.probe()
+        questions = len(engine.requests)
         error = await fault_of(pool)
         await pool.aclose()
-    assert (error.detail, len(engine.requests)) == ("unavailable", 2)
-    assert len(list((tmp_path / "wire").glob("*.req"))) == 2
+    assert (error.detail, len(engine.requests) - questions) == ("unavailable", 2)
+    assert len(list((tmp_path / "wire").glob("*.req"))) == len(engine.requests)
 
 
 async def test_many_calls_at_once_are_all_in_flight() -> None:

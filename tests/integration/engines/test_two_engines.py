@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollstream.sample import Sample
+from tests.engine_pool import chosen
 from tests.generate_stage import given
 from tests.scripted_engine import ScriptedEngine, Step, a_reply, scripted
 from tests.toy import A1, A2, CLOSE, HI, O1, P0, toy_renderer
@@ -54,8 +55,7 @@ async def test_case_117_a_turn_whose_engine_dies_is_the_survivors_alone() -> Non
 async def base_on(pool: EnginePool, first: ScriptedEngine) -> Sample:
     """Run BASE with a routing key whose home is `first`."""
     for group_index in range(1000):
-        chosen = pool._choose(f"run-{group_index}", None)
-        if chosen is not None and chosen.client.url == first.url:
+        if chosen(pool, f"run-{group_index}") == first.url:
             break
     stage = given(
         pool, Calling(toy_renderer()), HI, tools={"f": FunctionTool(f)}, group_index=group_index

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.errors import ConfigError, EngineFault
+from rollstream.errors import ConfigError
 from rollstream.settings import EngineTable
 from worker.engines.discovery import NoAnswer, check_spec, engines_of, is_moving, workers_in
 
@@ -94,7 +94,7 @@ async def test_older_router_lists_urls() -> None:
         ({"workers": {"workers": []}}, "/workers names no worker"),
         ({"workers": b"<html>"}, "/workers is not JSON"),
         ({"workers": b"[" * 100_000}, "/workers"),
-        ({"workers": EngineFault("gone", detail="connect")}, "gone"),
+        ({"workers": NoAnswer("gone")}, "gone"),
     ],
 )
 async def test_router_without_workers_is_no_answer_and_says_why(

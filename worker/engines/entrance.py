@@ -1,0 +1,240 @@
+"""The line in front of the engines: which engine takes a call, and who waits for a place.
+
+Owns the places at every engine (`in_flight`) and the order of those who wait. Never sends a call,
+and never tries one again. Invariants: first come, first served, among calls that the same engines
+may take; an engine has at most as many calls as its limit was when the last of them was let in; who
+stops waiting holds no place.
+
+Nobody waits longer than until the call's own deadline; where no engine is up, no longer than one
+back-off, which counts as a try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from rollstream.errors import EngineFault, Withheld
+
+from ..sampling import Sampling
+from .affinity import hash_of, mix
+from .connections import Line
+from .faults import Detail, fault
+from .fleet import Fleet
+from .logprob_mode import Mode
+from .member import Member
+
+NEVER = float("inf")
+
+
+class Call:
+    """One call on its way through the pool."""
+
+    __slots__ = (
+        "attempt",
+        "epoch",
+        "failed",
+        "fresh",
+        "held",
+        "key",
+        "limit",
+        "line",
+        "rid",
+        "scaled",
+        "sent_at",
+    )
+
+    def __init__(self, routing_key: str, sampling: Sampling, limit: float, epoch: int) -> None:
+        self.key, self.limit, self.epoch = hash_of(routing_key), limit, epoch
+        self.scaled = sampling.temperature not in (0.0, 1.0)
+        """Raw log-probs would not be those of what is sampled."""
+        self.attempt = 0
+        self.failed: Member | None = None
+        """Where it was tried last."""
+        self.fresh = False
+        """A try met a connection that the engine had closed."""
+        # Of the last try: its id, its connection, when it was sent, and how many calls its engine
+        # had when it broke.
+        self.rid, self.line, self.sent_at, self.held = "", Line(), 0.0, 0
+
+
+class _Turn:
+    """The place of a call in line."""
+
+    __slots__ = ("call", "granted")
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.granted: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
+        """None: things changed, look again."""
+
+
+class Entrance:
+    """The line in front of one fleet.
+
+    Attributes:
+        epoch: how often all calls were sent away; a call of an earlier one is not let in.
+        waits: how often a call found no engine up.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_retries: int,
+        backoff_s: Callable[[int], float],
+        clock: Callable[[], float],
+    ) -> None:
+        """Stand in front of no engines yet (`fleet` is set once there is one).
+
+        Args:
+            max_retries: of a call; waits for an engine to return count.
+            backoff_s: how long the wait behind a try is.
+            clock: of the loop.
+        """
+        self.fleet: Fleet
+        self.epoch = 0
+        self._max_retries, self._backoff_s, self._clock = max_retries, backoff_s, clock
+        self._line: deque[_Turn] = deque()
+
+    def check(self, call: Call) -> None:
+        """Raise `Withheld` where all calls were sent away since this one began."""
+        if call.epoch != self.epoch:
+            raise Withheld("all calls were aborted")
+
+    async def enter(self, call: Call) -> Member:
+        """Return an engine with a place taken for the call, which `leave` gives back.
+
+        Raises:
+            EngineFault: none in time, or none whose log-probs would be those of this call.
+            Withheld: all calls were aborted.
+        """
+        while True:
+            self.check(call)
+            if call.limit != NEVER and self._clock() >= call.limit:
+                raise self._too_late()
+            member = None if self._line else self.choose(call)
+            if member is not None:
+                member.counters.in_flight += 1
+                return member
+            if call.scaled and self.fleet.has_raw:
+                self._refuse()
+            until = call.limit if self.fleet.alive() else self._until_return(call)
+            member = await self._turn(call, until)
+            if member is not None:
+                return member
+
+    def leave(self, member: Member) -> None:
+        """Give a place back, to the first who waits for it."""
+        member.counters.in_flight -= 1
+        if self._line:
+            self.serve()
+        if member.leaving and member.counters.in_flight == 0:
+            self.fleet.ended(member)
+
+    def choose(self, call: Call) -> Member | None:
+        """Return the engine of the call's key, else the least loaded one; not where it just failed.
+
+        Rendezvous hashing: no state, and when an engine leaves, only its own keys move. None where
+        no engine has a place.
+        """
+        fleet = self.fleet
+        up = fleet.open
+        if call.scaled and fleet.has_raw:
+            up = [member for member in up if member.mode is not Mode.RAW]
+        if len(up) <= 1:
+            return up[0] if up and up[0].has_room() else None
+        key, failed = call.key, call.failed
+        home = max(fleet.members, key=lambda member: mix(key ^ member.salt))
+        if home is not failed and home.has_room() and home in up:
+            return home
+        room = [member for member in up if member.has_room()]
+        others = [member for member in room if member is not failed]
+        return min(
+            others or room, key=lambda m: (m.counters.in_flight, mix(key ^ m.salt)), default=None
+        )
+
+    def serve(self) -> None:
+        """Let those in line in, as far as there are places; called at every change."""
+        while self._line:
+            turn = self._line[0]
+            if not turn.granted.done():
+                member = self.choose(turn.call)
+                if member is None:
+                    break
+                member.counters.in_flight += 1
+                turn.granted.set_result(member)
+            self._line.popleft()
+        if self._line and not self.fleet.alive():
+            # Nobody will be served soon: each has its own bounded wait for that.
+            for turn in self._line:
+                if not turn.granted.done():
+                    turn.granted.set_result(None)
+            self._line.clear()
+
+    def send_away(self) -> int:
+        """Let nobody in that is on its way now; return how many were in line."""
+        self.epoch += 1
+        num = 0
+        for turn in self._line:
+            if not turn.granted.done():
+                turn.granted.set_exception(Withheld("all calls were aborted"))
+                num += 1
+        self._line.clear()
+        return num
+
+    async def _turn(self, call: Call, until: float) -> Member | None:
+        """Wait in line for a place; None where time is over or things changed."""
+        turn = _Turn(call)
+        self._line.append(turn)
+        try:
+            async with asyncio.timeout_at(None if until == NEVER else until):
+                return await turn.granted
+        except TimeoutError:
+            return self._step_out(turn)
+        except asyncio.CancelledError:
+            member = self._step_out(turn)
+            if member is not None:
+                self.leave(member)
+            raise
+
+    def _step_out(self, turn: _Turn) -> Member | None:
+        """Leave the line; return what was granted in the same moment."""
+        if turn in self._line:
+            self._line.remove(turn)
+            self.serve()  # who stood behind may be served elsewhere
+        granted = turn.granted
+        if granted.cancelled() or not granted.done() or granted.exception() is not None:
+            return None
+        return granted.result()
+
+    def _until_return(self, call: Call) -> float:
+        """Return until when a call waits where no engine is up: for one try's back-off."""
+        self.fleet.counters.waits += 1
+        until = self._clock() + self._backoff_s(call.attempt)
+        if call.attempt >= self._max_retries or until >= call.limit:
+            raise fault(
+                Detail.NO_ENGINE, f"no engine is up: {self._states()}; each is asked until it is"
+            )
+        call.attempt += 1
+        return until
+
+    def _too_late(self) -> EngineFault:
+        if self.fleet.open:
+            return fault(Detail.TIMEOUT, "the call's deadline passed before it could be sent")
+        return fault(
+            Detail.NO_ENGINE, f"no engine took the call before its deadline: {self._states()}"
+        )
+
+    def _states(self) -> str:
+        said = [f"{m.client.url} is {m.state.value}" for m in self.fleet.members]
+        return ", ".join(said) or "no address has named any"
+
+    def _refuse(self) -> None:
+        """Raise where there is no engine, not even one that is away, with other log-probs."""
+        if all(member.mode is Mode.RAW for member in self.fleet.members):
+            raise fault(
+                Detail.REFUSED,
+                "the engines report raw log-probs, and this call samples at a temperature other "
+                "than 1: start them with --logprobs-mode processed_logprobs (vLLM)",
+            )
