@@ -1,0 +1,64 @@
+"""What is told to an engine directly, in the words of either protocol. Never tried again."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from tests.e2e.weights.scenes import Protocol
+
+POST_S = 10.0
+
+
+def post(url: str, path: str, body: Mapping[str, Any]) -> int:
+    """Send one control call; return its HTTP status, 0 where nobody answered."""
+    request = urllib.request.Request(
+        url + path, data=json.dumps(body).encode(), headers={"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=POST_S) as reply:
+            reply.read()
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    except OSError:
+        return 0
+
+
+def abort_everything(protocol: Protocol, url: str) -> int:
+    """Stop every request of one engine, as an operator or a router might."""
+    if protocol is Protocol.VLLM:
+        return post(url, "/abort_requests", {"request_ids": []})
+    return post(url, "/abort_request", {"abort_all": True})
+
+
+def pause(protocol: Protocol, url: str, mode: str) -> int:
+    """Have one engine stand still; modes as its protocol names them."""
+    if protocol is Protocol.VLLM:
+        return post(url, f"/pause?mode={mode}", {})
+    return post(url, "/pause_generation", {"mode": mode})
+
+
+def go_on(protocol: Protocol, url: str) -> int:
+    """End a pause."""
+    if protocol is Protocol.VLLM:
+        return post(url, "/resume", {})
+    return post(url, "/continue_generation", {})
+
+
+PAUSES = {
+    Protocol.SGLANG: ("in_place", "retract", "abort"),
+    Protocol.VLLM: ("keep", "abort"),
+}
+"""Modes of a pause that nobody asked the service about."""
+STILL = {Protocol.SGLANG: "in_place", Protocol.VLLM: "keep"}
+"""The mode in which requests in flight live on."""
+
+
+def set_version(url: str, label: str) -> int:
+    """Name an engine's weights, and stop nothing; both protocols have this path."""
+    return post(url, "/update_weight_version", {"new_version": label, "abort_all_requests": False})

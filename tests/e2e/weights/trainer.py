@@ -1,0 +1,156 @@
+"""The trainer of the proof: takes, trains, acks, moves the weights, evaluates, and writes it down.
+
+Owns the loop, in a thread: the main thread is the one that may start processes. Never judges.
+Invariant: a batch is in the record before it is acked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollstream import Batch, GroupStream
+from rollstream.group import FinishedGroup
+from rollstream.sample import Sample
+from tests.e2e.weights import posts
+from tests.e2e.weights.record import Evaluation, Handed, HandedGroup, Record, Update
+from tests.e2e.weights.rows import evaluation_rows
+from tests.e2e.weights.scenes import GROUPS_A_BATCH, SAMPLES_A_GROUP, STALL_S
+
+CONNECT_S = 60.0
+STEP_S = 0.05
+PUSH_S = 0.02
+EVALUATION_S = 40.0
+EVALUATED_PROMPTS = 3
+OWN_POST_EVERY = 3
+"""Of the updates, one in so many names the engines' weights itself, within its body."""
+STILL_EVERY = 4
+"""Of the updates, one in so many holds the engines still while it pushes."""
+
+
+@dataclass(eq=False)
+class Trainer:
+    """Trains until the run is over."""
+
+    url: str
+    record: Record
+    engines: Sequence[str]
+    error: BaseException | None = None
+    batches: int = 0
+    _evaluating: list[threading.Thread] = field(default_factory=list)
+
+    def start(self) -> threading.Thread:
+        """Start the thread."""
+        thread = threading.Thread(target=self.run, name="trainer", daemon=True)
+        thread.start()
+        return thread
+
+    def run(self) -> None:
+        """Train; whatever goes wrong is kept in `error` for the main thread."""
+        try:
+            with GroupStream.connect(
+                self.url, run=self.record.scene.name, state="fresh", connect_timeout_s=CONNECT_S
+            ) as stream:
+                for batch in stream.batches(groups=GROUPS_A_BATCH, timeout_s=STALL_S):
+                    self._step(stream, batch)
+                for thread in self._evaluating:
+                    thread.join(EVALUATION_S)
+        except Exception as error:  # noqa: BLE001 - a thread's runner: the main thread reports it
+            self.error = error
+
+    def _step(self, stream: GroupStream, batch: Batch) -> None:
+        self.record.handed.append(
+            Handed(stream.version, [_handed(group) for group in batch.groups])
+        )
+        self.batches += 1
+        self._evaluate_now_and_then(stream)
+        time.sleep(STEP_S)
+        modes = self.record.scene.modes
+        if len(self.record.updates) < len(modes):
+            self._update(stream, batch)
+        else:
+            batch.ack()
+            self._note_ack(batch)
+
+    def _update(self, stream: GroupStream, batch: Batch) -> None:
+        scene, version = self.record.scene, stream.version + 1
+        mode = scene.modes[len(self.record.updates)]
+        label = scene.label_of(version)
+        own = version % OWN_POST_EVERY == 0
+        acks_inside = scene.weights_mode != "async" or version % 2 == 0
+        if not acks_inside:
+            batch.ack()
+            self._note_ack(batch)
+        asked_s = time.time()
+        with stream.updating_weights(
+            version,
+            # What the run's own mode asks for is its default.
+            mode if scene.weights_mode == "async" else None,
+            label=label if scene.labels else None,
+            ack=batch if acks_inside else None,
+            post=not own,
+        ):
+            entered_s = time.time()
+            self._push(label if own else None, still=version % STILL_EVERY == 0)
+            left_s = time.time()
+        done_s = time.time()
+        self.record.updates.append(Update(version, mode, asked_s, entered_s, left_s, done_s))
+        if acks_inside:
+            self._note_ack(batch)
+
+    def _push(self, label: str | None, *, still: bool) -> None:
+        """Give the engines new weights, as far as simulated ones have any."""
+        protocol = self.record.scene.protocol
+        for url in self.engines:
+            if still:
+                posts.pause(protocol, url, posts.STILL[protocol])
+            if label is not None and posts.set_version(url, label) != 200:
+                self.record.findings.append(f"an engine took no version {label}")
+        time.sleep(PUSH_S)
+        for url in self.engines if still else ():
+            posts.go_on(protocol, url)
+
+    def _note_ack(self, batch: Batch) -> None:
+        if not batch.acked:
+            self.record.findings.append(f"batch {batch.number} is not acked behind its update")
+        self.record.acked.append(batch.group_indexes)
+
+    # --- evaluation ----------------------------------------------------------------------------
+    def _evaluate_now_and_then(self, stream: GroupStream) -> None:
+        scene, number = self.record.scene, len(self._evaluating)
+        due = 1 + number * max(1, scene.num_updates // max(1, scene.evaluations))
+        if number < scene.evaluations and self.batches >= due:
+            thread = threading.Thread(
+                target=self._evaluate, args=(stream, number), name=f"evaluation-{number}",
+                daemon=True,
+            )  # fmt: skip
+            self._evaluating.append(thread)
+            thread.start()
+
+    def _evaluate(self, stream: GroupStream, number: int) -> None:
+        scene = self.record.scene
+        name, before = f"held-out-{number}", stream.version
+        rows = evaluation_rows(scene, number, EVALUATED_PROMPTS)
+        try:
+            result = stream.evaluate(
+                name, rows, n=SAMPLES_A_GROUP, sampling={"temperature": 0.7, "top_p": 0.9},
+                timeout_s=EVALUATION_S,
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001 - a thread's runner: the judge reads it
+            self.record.findings.append(f"{name}: {type(error).__name__}: {error}")
+            return
+        missing = [
+            f"{place}:{one.member} {one.reason} {one.error}" for place, one in result.missing
+        ]
+        asked = len(rows) * SAMPLES_A_GROUP
+        self.record.evaluations.append(
+            Evaluation(name, asked, result.flat(), missing, (before, stream.version))
+        )
+
+
+def _handed(group: FinishedGroup) -> HandedGroup:
+    samples = [sample for sample in group.samples if isinstance(sample, Sample)]
+    missing = [f"{one.member}: {one.reason} {one.error}" for one in group.missing]
+    return HandedGroup(group.group_index, samples, group.staleness, missing)
