@@ -247,6 +247,8 @@ class AsyncGroupStream:
         self._asides.add(interrupt)
         try:
             return await asyncio.wrap_future(thread.submit(action, interrupt))
+        except Interrupted:
+            raise StreamError("the stream was closed") from None
         except asyncio.CancelledError:
             interrupt.set()
             raise

@@ -247,7 +247,14 @@ class Evaluation:
     def _step(self, left_s: float) -> None:
         self._tick()
         self._enqueue(left_s)
+        if self._open:
+            self._read(left_s)
+        elif self._waiting:
+            time.sleep(PAUSE_S)  # the server's memory is full
         self._end()
+
+    def _read(self, left_s: float) -> None:
+        """Wait for groups that ended, and take them."""
         entries = self._queue.read_eval(
             self._cursor, count=PAGE, block_s=min(BLOCK_S, max(0.001, left_s))
         )

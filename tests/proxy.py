@@ -25,6 +25,7 @@ class Proxy:
 
     def __init__(self, target_port: int, tls: ssl.SSLContext | None = None) -> None:
         self.lose_replies = self.lost = self.num_connections = 0
+        self._is_cut = False
         self.port = 0
         self._target, self._tls = target_port, tls
         self._loop = asyncio.new_event_loop()
@@ -49,14 +50,26 @@ class Proxy:
         self._thread.join(10)
         self._loop.close()
 
+    def cut(self) -> None:
+        """Close every connection, and each new one at once, until `mend`."""
+        self._is_cut = True
+        self._loop.call_soon_threadsafe(self._abort_streams)
+
+    def mend(self) -> None:
+        """Let connections through again."""
+        self._is_cut = False
+
+    def _abort_streams(self) -> None:
+        for stream in list(self._streams):
+            stream.transport.abort()
+
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
         server.close()
-        for stream in list(self._streams):
-            stream.transport.abort()
+        self._abort_streams()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,6 +77,10 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         self.num_connections += 1
+        if self._is_cut:
+            self._tasks.discard(task)
+            writer.transport.abort()
+            return
         behind, ahead = await asyncio.open_connection("127.0.0.1", self._target)
         self._streams |= {ahead, writer}
         try:

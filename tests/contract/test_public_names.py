@@ -12,10 +12,10 @@ import rollstream
 
 PUBLIC = """
 AgentFault AsyncGroupStream Batch Call CapacityTooSmall ConfigError ConsumerTaken ContractError Drop
-DropReason EngineFault EnvFault EvalResult FinishedGroup GroupStream GroupView Keep MemberReason MergeFault
-Missing PauseNotConfirmed ProducerGone PromptGroup RewardFault RollstreamError RolloutFault RunFailed RunLost
-RunMismatch Sample Span Status StopReason StreamError StreamStalled ToolFault TrainArrays WeightUpdate
-WireError WireTooNew __version__
+DropReason EngineFault EnvFault EvalResult FinishedGroup GroupStream GroupView Keep MemberReason
+MergeFault Missing PauseNotConfirmed ProducerGone PromptGroup RewardFault RollstreamError
+RolloutFault RunFailed RunLost RunMismatch Sample Span Status StopReason StreamError StreamStalled
+ToolFault TrainArrays WeightUpdate WireError WireTooNew __version__
 """.split()
 
 THIRD_PARTY_OF_THE_CLIENT = {"redis", "hiredis", "msgpack", "numpy", "rollstream"}

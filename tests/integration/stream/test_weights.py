@@ -1,0 +1,645 @@
+"""Updates of the weights: who is waited for, what is told to whom in which order, and every end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, cast
+
+import pytest
+
+from rollstream.control import PauseMode
+from rollstream.errors import ConsumerTaken, PauseNotConfirmed, RunFailed, StreamError
+from rollstream.queue import calls
+from rollstream.stream import GroupStream
+from tests.backstage import Backstage, wait_until
+from tests.integration.stream.crew import Hand, an_engine
+from tests.proxy import Proxy
+from tests.unit.stream.test_engine_posts import engines
+
+Connect = Callable[..., GroupStream]
+
+
+def info_of(run: Backstage) -> Any:
+    info = run.queue.info()
+    assert info is not None
+    return info
+
+
+def ops(run: Backstage) -> list[str]:
+    _, entries = run.queue.read_control("0", block_s=0)
+    return [f"{e['op']} {e['arg']}".strip() for e in entries if e["op"] != "connect"]
+
+
+def finish(run: Backstage, *group_indexes: int) -> None:
+    """Finish groups by a worker that then leaves: it would have to obey pauses, too."""
+    run.finish(*group_indexes)
+    run.queue.call(calls.present("worker", run.worker, leaving=True))
+
+
+def audited(run: Backstage) -> None:
+    assert run.queue.call(calls.audit(deep=True)).problems == []
+
+
+@pytest.fixture
+def hire(run: Backstage, valkey_url: str) -> Iterator[Callable[..., Hand]]:
+    """Start workers that only obey."""
+    with ExitStack() as stack:
+
+        def make(**how: Any) -> Hand:
+            return stack.enter_context(Hand(valkey_url, run.queue.run, **how))
+
+        yield make
+
+
+Hire = Callable[..., Hand]
+
+
+# --- the way in and out --------------------------------------------------------------------------
+def test_updating_weights_pauses_pushes_tells_engines_versions_and_resumes_in_that_order(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    with engines(2) as servers:
+        first, second = servers
+        hire(engines=[an_engine(first.url)])
+        hire(engines=[an_engine(first.url), an_engine(second.url)])
+        stream = connect()
+        with stream.updating_weights(4, label="v4") as update:
+            assert info_of(run).state == "paused"
+            assert (info_of(run).pause_mode, info_of(run).version) == ("keep", 0)
+            # Replies under the new name are understood before the run has it.
+            assert info_of(run).labels == {"v4": 4}
+            assert update.engines == stream.engines() == sorted(s.url for s in servers)
+            assert len(update.workers) == 2
+            assert update.entered_s > 0
+            assert [server.got for server in servers] == [[], []]
+        for server in servers:
+            (told,) = server.got
+            assert told == (
+                "/update_weight_version", {"new_version": "v4", "abort_all_requests": False}
+            )  # fmt: skip
+        assert (info_of(run).state, info_of(run).version) == ("running", 4)
+        assert stream.version == 4
+        assert ops(run) == ["label 4", "pause keep", "version 4", "resume"]
+        with stream.updating_weights(5):
+            pass
+        assert first.got[-1][1] == {"new_version": "5", "abort_all_requests": False}
+    assert stream.metrics()["stream/updates"] == 2
+
+
+def test_updating_weights_is_entered_only_once_every_live_worker_confirmed(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    hire()
+    slow = hire(obeys=False)
+    stream = connect()
+    entered = threading.Event()
+
+    def update() -> None:
+        with stream.updating_weights(1, post=False):
+            entered.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    wait_until(lambda: info_of(run).state == "paused")
+    seq = info_of(run).control_seq
+    wait_until(lambda: sum(c.control_seq >= seq for c in run.queue.confirmations()) == 1)
+    assert not entered.is_set()
+    slow.obeys = True
+    thread.join(20)
+    assert entered.is_set()
+    assert info_of(run).version == 1
+
+
+@pytest.mark.parametrize(
+    ("weights_mode", "given", "mode", "waits"),
+    [
+        ("async", {}, "keep", False),
+        ("async", {"wait_idle": True}, "keep", True),
+        ("async", {"mode": "abort"}, "abort", True),
+        ("on_policy", {}, "abort", True),
+        ("on_policy", {"mode": "keep"}, "keep", False),
+        ("colocated", {}, "abort", True),
+        ("colocated", {"mode": "keep"}, "keep", True),
+        ("colocated", {"mode": "keep", "wait_idle": False}, "keep", False),
+    ],
+)
+def test_updating_weights_waits_for_calls_in_flight_where_the_mode_says_so(
+    run: Backstage,
+    connect: Connect,
+    hire: Hire,
+    weights_mode: str,
+    given: dict[str, Any],
+    mode: str,
+    waits: bool,
+) -> None:
+    run.budgets["weights_mode"] = weights_mode
+    run.open()
+    hand = hire(in_flight=3)
+    stream = connect()
+    updating = stream.updating_weights(1, post=False, confirm_s=0.3, **given)
+    if waits:
+        with pytest.raises(PauseNotConfirmed, match="3 calls in flight") as failure, updating:
+            raise AssertionError("entered")
+        assert failure.value.workers == (hand.name,)
+        hand.in_flight = 0
+        updating = stream.updating_weights(1, post=False, **given)
+    with updating as update:
+        assert info_of(run).pause_mode == update.mode == mode
+    assert (info_of(run).state, info_of(run).version) == ("running", 1)
+
+
+def test_updating_weights_acks_batches_before_anything_new_is_sampled(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    hire()
+    stream = connect()
+    finish(run, 0, 1)
+    batch = stream.next_batch(1, 5)
+    other = stream.next_batch(1, 5)
+    assert batch is not None
+    assert other is not None
+    states: list[str] = []
+
+    def ack(acked: Any) -> None:
+        states.append(info_of(run).state)
+        original(acked)
+
+    original = stream._weights._ack
+    stream._weights._ack = ack
+    with stream.updating_weights(1, ack=batch, post=False):
+        assert not batch.acked
+    with stream.updating_weights(2, ack=[batch, other], post=False):
+        assert not other.acked
+    assert (batch.acked, other.acked) == (True, True)
+    assert set(states) == {"paused"}
+    assert stream.state_dict()["frontier"] == 2
+    audited(run)
+
+
+def test_updating_weights_leaves_an_engine_out_that_does_not_take_the_version(
+    run: Backstage, connect: Connect, hire: Hire, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engines(3) as servers:
+        fine, broken, unreached = servers
+        broken.answer = (404, b"no such route")
+        hire(engines=[an_engine(server.url) for server in servers])
+        stream = connect()
+        for version in (1, 2):
+            with stream.updating_weights(version) as update:
+                update.engines.remove(unreached.url)
+        assert len(fine.got) == len(broken.got) == 2
+        assert unreached.got == []
+    assert info_of(run).version == 2
+    said = [r for r in caplog.records if "did not take" in r.getMessage()]
+    assert [r.levelname for r in said if r.levelname == "WARNING"] == ["WARNING"]
+    assert "404" in said[0].getMessage()
+    assert stream.metrics()["stream/engines_not_told"] == 2
+
+
+# --- refusals ------------------------------------------------------------------------------------
+def test_updating_weights_refuses_what_is_wrong_before_it_pauses(
+    run: Backstage, connect: Connect
+) -> None:
+    stream = connect()
+    stream.set_weight_version(3)
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"version": 2}, ValueError, "lower than 3"),
+        ({"version": 2**60}, ValueError, "larger than"),
+        ({"version": 3.5}, TypeError, "float"),
+        ({"mode": cast(PauseMode, "drop")}, ValueError, "expected 'keep' or 'abort'"),
+        ({"deadline_s": 0}, ValueError, "positive"),
+        ({"deadline_s": float("nan")}, ValueError, "deadline_s"),
+        ({"confirm_s": -1}, ValueError, "confirm_s"),
+        ({"label": ""}, ValueError, "label"),
+        ({"label": "x" * 201}, ValueError, "label"),
+    ]
+    for given, kind, said in wrong:
+        with pytest.raises(kind, match=said):
+            stream.updating_weights(**({"version": 4} | given))
+    assert ops(run) == ["version 3"]
+
+
+def test_the_same_version_again_gives_the_engines_their_weights_once_more(
+    run: Backstage, connect: Connect
+) -> None:
+    with engines(1) as servers:
+        stream = connect()
+        stream.set_engines([servers[0].url + "/"])
+        stream.set_weight_version(3)
+        for _ in range(2):
+            with stream.updating_weights(3):
+                assert stream.engines() == [servers[0].url]
+        assert [body for _, body in servers[0].got] == [
+            {"new_version": "3", "abort_all_requests": False}
+        ] * 2
+    assert (info_of(run).state, info_of(run).version) == ("running", 3)
+
+
+def test_only_one_update_is_under_way_and_it_alone_pauses_and_sets_versions(
+    run: Backstage, connect: Connect
+) -> None:
+    stream = connect()
+    refused: list[str] = []
+    with stream.updating_weights(1, post=False):
+        seq = info_of(run).control_seq
+        tries: list[Callable[[], Any]] = [
+            lambda: stream.updating_weights(2).__enter__(),
+            lambda: stream.set_weight_version(2),
+            stream.pause, stream.resume, stream.drain,
+        ]  # fmt: skip
+
+        def attempt() -> None:
+            for one in tries:
+                with pytest.raises(RuntimeError, match="inside updating_weights"):
+                    one()
+                refused.append("")
+
+        attempt()
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join(20)
+        with pytest.raises(RuntimeError, match="nothing is sampled"):
+            stream.evaluate("math", ["1+1?"])
+        assert info_of(run).control_seq == seq
+    assert len(refused) == 10
+    assert (info_of(run).state, info_of(run).version) == ("running", 1)
+    stream.pause()
+    stream.resume()
+
+
+# --- ends that are none of the plan --------------------------------------------------------------
+class Boom(BaseException):
+    """No Exception, as KeyboardInterrupt is none."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, Boom])
+def test_a_push_that_raises_leaves_the_old_version_and_a_run_that_goes_on(
+    run: Backstage, connect: Connect, hire: Hire, kind: type[BaseException]
+) -> None:
+    with engines(1) as servers:
+        hire(engines=[an_engine(servers[0].url)])
+        stream = connect()
+        finish(run, 0)
+        batch = stream.next_batch(1, 5)
+        assert batch is not None
+        with pytest.raises(kind), stream.updating_weights(7, ack=batch):
+            raise kind
+        assert servers[0].got == []
+    assert not batch.acked
+    assert (info_of(run).state, info_of(run).version, stream.version) == ("running", 0, 0)
+    with stream.updating_weights(1, post=False, ack=batch):
+        pass
+    assert info_of(run).version == 1
+    assert stream.metrics()["stream/updates_failed"] == 1
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Boom])
+def test_an_interrupt_while_workers_are_waited_for_resumes(
+    run: Backstage, connect: Connect, hire: Hire, kind: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    hire(obeys=False)
+    stream = connect()
+
+    def interrupted() -> Any:
+        assert info_of(run).state == "paused"
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream._hold.queue, "confirmations", interrupted)
+        with pytest.raises(kind), stream.updating_weights(1):
+            raise AssertionError("entered")
+    assert (info_of(run).state, info_of(run).version) == ("running", 0)
+    stream.set_weight_version(1)
+
+
+def test_a_worker_that_does_not_obey_is_named_and_the_run_goes_on(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    hire()
+    deaf = hire(obeys=False)
+    stream = connect()
+    with (
+        pytest.raises(PauseNotConfirmed, match="heard of -1 of") as failure,
+        stream.updating_weights(1, confirm_s=0.2),
+    ):
+        raise AssertionError("entered")
+    assert failure.value.workers == (deaf.name,)
+    assert run.queue.run in str(failure.value)
+    assert (info_of(run).state, info_of(run).version, stream.version) == ("running", 0, 0)
+    deaf.obeys = True
+    with stream.updating_weights(1, post=False):
+        pass
+
+
+def test_a_worker_that_dies_while_it_is_waited_for_stops_counting_after_its_lease(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    hire(engines=[an_engine("http://a")])
+    victim = hire(obeys=False, engines=[an_engine("http://b")])
+    stream = connect()
+
+    def kill() -> None:
+        wait_until(lambda: info_of(run).state == "paused")
+        victim.die()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with stream.updating_weights(1, post=False) as update:
+        assert len(update.workers) == 1
+        assert victim.name not in update.workers
+        assert update.engines == ["http://a"]
+    killer.join(20)
+
+
+def test_nobody_at_work_is_nobody_to_wait_for(
+    run: Backstage, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = connect()
+    with stream.updating_weights(1) as update:
+        assert (update.workers, update.engines) == ([], [])
+    assert info_of(run).version == 1
+    assert "no engine is known" in caplog.text
+
+
+def test_a_run_that_is_ended_in_the_block_is_told_and_stays_ended(
+    run: Backstage, connect: Connect
+) -> None:
+    stream = connect()
+    with pytest.raises(RunFailed, match="enough"), stream.updating_weights(1, post=False):
+        run.queue.call(calls.fail_run("enough"))
+    assert info_of(run).state == "failed"
+    # And where the push raised too, its error is the one that counts.
+    with pytest.raises(RunFailed, match="enough"), stream.updating_weights(2, post=False):
+        raise AssertionError("entered")
+    stream.close()
+
+
+def test_the_error_of_a_push_is_not_hidden_by_a_run_that_ended(
+    run: Backstage, connect: Connect
+) -> None:
+    def push() -> None:
+        run.queue.call(calls.fail_run("enough"))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), connect().updating_weights(1):
+        push()
+
+
+def test_a_run_that_is_ended_while_workers_are_waited_for_is_told(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    hire(obeys=False)
+    stream = connect()
+    ender = threading.Thread(
+        target=lambda: (
+            wait_until(lambda: info_of(run).state == "paused"),
+            run.queue.call(calls.fail_run("enough")),
+        )
+    )
+    ender.start()
+    with pytest.raises(RunFailed, match="enough"), stream.updating_weights(1):
+        raise AssertionError("entered")
+    ender.join(20)
+
+
+def test_a_trainer_that_was_taken_over_in_its_block_changes_nothing(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    with engines(1) as servers:
+        hire(engines=[an_engine(servers[0].url)])
+        older, newer = connect(), []
+
+        def take_over() -> None:
+            newer.append(connect())
+            newer[0].pause("abort")
+
+        with pytest.raises(ConsumerTaken), older.updating_weights(5):
+            take_over()
+        assert servers[0].got == []
+        assert (info_of(run).state, info_of(run).pause_mode) == ("paused", "abort")
+        assert info_of(run).version == 0
+        newer[0].resume()
+    assert info_of(run).state == "running"
+
+
+def test_a_stream_that_was_closed_in_the_block_says_so(run: Backstage, connect: Connect) -> None:
+    stream = connect()
+    with pytest.raises(StreamError, match="closed"), stream.updating_weights(1, deadline_s=0.2):
+        stream.close()
+    # Nobody resumes it but its deadline, by whoever sweeps.
+    wait_until(lambda: run.queue.call(calls.sweep()) and info_of(run).state == "running")
+    assert info_of(run).version == 0
+    assert run.queue.counters()["pauses_expired"] == 1
+
+
+def test_a_push_that_takes_longer_than_the_deadline_is_told(
+    run: Backstage, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = connect()
+    with stream.updating_weights(1, deadline_s=0.1, post=False):
+        wait_until(lambda: run.queue.call(calls.sweep()) and info_of(run).state == "running")
+    assert (info_of(run).state, info_of(run).version) == ("running", 1)
+    assert "the pause ended before the new weights were in place" in caplog.text
+
+
+# --- Redis that is away, or forgets --------------------------------------------------------------
+def test_an_outage_in_the_block_is_waited_out_at_its_end(
+    run: Backstage, valkey_url: str, hire: Hire
+) -> None:
+    hire()
+    with (
+        Proxy(int(valkey_url.rpartition(":")[2])) as proxy,
+        GroupStream.connect(f"redis://127.0.0.1:{proxy.port}", run=run.queue.run) as stream,
+        stream.updating_weights(1, post=False),
+    ):
+        proxy.cut()
+        threading.Timer(0.3, proxy.mend).start()
+    assert (info_of(run).state, info_of(run).version) == ("running", 1)
+
+
+def test_a_push_that_raises_in_an_outage_leaves_the_resume_to_the_deadline(
+    run: Backstage, valkey_url: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("rollstream.pausing.UNDO_TIMEOUT_S", 0.2)
+    with Proxy(int(valkey_url.rpartition(":")[2])) as proxy:
+
+        def push() -> None:
+            proxy.cut()
+            raise ZeroDivisionError
+
+        with (
+            GroupStream.connect(f"redis://127.0.0.1:{proxy.port}", run=run.queue.run) as stream,
+            pytest.raises(ZeroDivisionError),
+            stream.updating_weights(1, deadline_s=0.5),
+        ):
+            push()
+        assert "ends by itself within 0.5 s" in caplog.text
+    wait_until(lambda: run.queue.call(calls.sweep()) and info_of(run).state == "running")
+    assert info_of(run).version == 0
+
+
+def test_a_pause_that_redis_forgot_is_set_again_before_the_block_begins(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    deaf = hire(obeys=False)
+    stream = connect()
+    before = run.keys()
+    restored = threading.Event()
+
+    def forget() -> None:
+        wait_until(lambda: info_of(run).state == "paused")
+        run.roll_back(before)
+        wait_until(lambda: info_of(run).state == "paused")
+        restored.set()
+        deaf.obeys = True
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    with stream.updating_weights(1, post=False):
+        assert restored.is_set()
+        assert info_of(run).state == "paused"
+    thread.join(20)
+    assert (info_of(run).state, info_of(run).version) == ("running", 1)
+
+
+def test_a_label_that_redis_forgot_is_told_again(run: Backstage, connect: Connect) -> None:
+    stream = connect()
+    before = run.keys()
+    with stream.updating_weights(2, label="v2", post=False):
+        pass
+    run.roll_back(before)
+    assert info_of(run).labels == {}
+    stream.state_dict()
+    assert (info_of(run).labels, info_of(run).version) == ({"v2": 2}, 2)
+
+
+# --- other pauses --------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pause_that_somebody_set_for_good_stands_again_behind_an_update(
+    run: Backstage, connect: Connect, mode: str, fails: bool
+) -> None:
+    run.queue.call(calls.pause(mode))
+    stream = connect()
+    other = "keep" if mode == "abort" else "abort"
+    try:
+        with stream.updating_weights(1, cast(PauseMode, other), post=False):
+            assert info_of(run).pause_mode == other
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert (info_of(run).state, info_of(run).pause_mode) == ("paused", mode)
+    assert info_of(run).version == (0 if fails else 1)
+    stream.resume()
+    assert info_of(run).state == "running"
+
+
+def test_the_pause_of_a_trainer_that_died_in_its_update_ends_with_the_next_one(
+    run: Backstage, connect: Connect
+) -> None:
+    dead = connect()
+    dead.updating_weights(1).__enter__()
+    dead.close()
+    stream = connect()
+    assert info_of(run).state == "paused"
+    with stream.updating_weights(1, post=False):
+        pass
+    assert (info_of(run).state, info_of(run).version) == ("running", 1)
+
+
+def test_a_pause_with_a_deadline_ends_by_itself(run: Backstage, connect: Connect) -> None:
+    stream = connect()
+    stream.pause("abort", deadline_s=0.1)
+    assert info_of(run).pause_mode == "abort"
+    wait_until(lambda: run.queue.call(calls.sweep()) and info_of(run).state == "running")
+    with pytest.raises(ValueError, match="deadline_s"):
+        stream.pause(deadline_s=-1)
+
+
+def test_drain_returns_once_no_call_is_in_flight_and_resume_goes_on(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    hand = hire(in_flight=2)
+    stream = connect()
+    with pytest.raises(PauseNotConfirmed, match="2 calls in flight"):
+        stream.drain(timeout_s=0.2)
+    assert info_of(run).state == "running"
+    hand.in_flight = 0
+    stream.drain()
+    assert (info_of(run).state, info_of(run).pause_mode) == ("paused", "keep")
+    stream.resume()
+    assert info_of(run).state == "running"
+
+
+# --- who iterates meanwhile ----------------------------------------------------------------------
+def test_another_thread_iterates_and_acks_while_an_update_waits_and_pushes(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    deaf = hire(obeys=False)
+    stream = connect()
+    finish(run, 0, 1, 2, 3)
+    seen: list[int] = []
+
+    def iterate() -> None:
+        for batch in stream.batches(groups=1, timeout_s=20):
+            seen.extend(batch.group_indexes)
+            batch.ack()
+
+    pushing, pushed = threading.Event(), threading.Event()
+
+    def update() -> None:
+        with stream.updating_weights(1, post=False):
+            pushing.set()
+            pushed.wait(20)
+
+    updater = threading.Thread(target=update)
+    updater.start()
+    wait_until(lambda: info_of(run).state == "paused")
+    reader = threading.Thread(target=iterate)
+    reader.start()
+    wait_until(lambda: len(seen) == 4)
+    assert not pushing.is_set()
+    deaf.obeys = True
+    assert pushing.wait(20)
+    pushed.set()
+    updater.join(20)
+    run.end_of_data()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert seen == [0, 1, 2, 3]
+    audited(run)
+
+
+def test_engines_are_those_that_were_set_else_what_live_workers_found(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    stream = connect()
+    assert stream.engines() == []
+    hire(engines=[an_engine("http://b", "down"), an_engine("http://a", "behind")])
+    hire(engines=[an_engine("http://b"), an_engine("http://c", "down"), {"url": 7}, {}])
+    assert stream.engines() == ["http://a", "http://b"]
+    stream.set_engines(["http://x/", "http://x", "https://y:1"])
+    assert stream.engines() == ["http://x", "https://y:1"]
+    assert info_of(run).engines == ("http://x", "https://y:1")
+    # A name stands for engines that only the workers know.
+    stream.set_engines(["dns+http://engines:30000"])
+    assert stream.engines() == ["http://a", "http://b"]
+    stream.set_engines(None)
+    assert info_of(run).engines is None
+    for wrong in ([], ["ftp://x"], ["http://"], ["http://x:99999"], ["x"], ["http://a b"]):
+        with pytest.raises(ValueError, match="engine"):
+            stream.set_engines(wrong)
+    with pytest.raises(TypeError, match="list of URLs"):
+        stream.set_engines("http://x")
+
+
+def test_engines_that_every_worker_finds_down_are_all_there_are(
+    connect: Connect, hire: Hire
+) -> None:
+    hire(engines=[an_engine("http://a", "down"), an_engine("http://b", "refused")])
+    assert connect().engines() == ["http://a", "http://b"]
