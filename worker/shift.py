@@ -42,6 +42,7 @@ GATHER_S = 0.002
 """How long free slots wait for more of them while results are on their way."""
 BELL_WAIT_S = 0.5
 IDLE_WAIT_S = 0.2
+CLOSE_LOOK_S = 0.005
 WATCH_INTERVAL_S = 0.1
 STRAY_AFTER_S = 5.0
 """A cancelled attempt that still runs after this has ignored it: its slot is taken back."""
@@ -151,8 +152,7 @@ class Shift:
                 # What is leased now could make no call; the wait ends with the pause.
                 await self._bounded(self._gate.opened(), IDLE_WAIT_S)
             elif not self._health.healthy():
-                self._say("no_engine", "no healthy engine: nothing is leased")
-                await self._wait(self._stopping, IDLE_WAIT_S)
+                await self._wait_for_engine()
             else:
                 await self._lease(min(free, MAX_LEASE))
         return ""
@@ -194,6 +194,15 @@ class Shift:
         finally:
             self._ringing.cancel()
             self._ringing = None
+
+    async def _wait_for_engine(self) -> None:
+        """Look closely: behind an update all engines are behind, until each was asked, for ms."""
+        limit = time.monotonic() + IDLE_WAIT_S
+        while not self._stopping.is_set() and time.monotonic() < limit:
+            await self._wait(self._stopping, CLOSE_LOOK_S)
+            if self._health.healthy():
+                return
+        self._say("no_engine", "no healthy engine: nothing is leased")
 
     async def _idle(self, state: str) -> None:
         if state == LOST:
