@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.sim_server import GENERATE, SimServer, eventually, sim_server
@@ -15,7 +16,7 @@ from tests.vocabulary_once import tokenizer_of
 from worker.engines.faults import Detail, detail_of_status
 from worker.engines.sim.damage import OVERFLOW_WORDS
 from worker.engines.sim.faults import NAMED, STATUSES, Fault
-from worker.engines.sim.policy import Policy
+from worker.engines.sim.policy import Policy, sampled_by
 
 PROMPT = list(range(20, 32))
 KINDS = ("sglang", "vllm")
@@ -69,6 +70,7 @@ SGLANG_WRONG: dict[Fault, str] = {
     Fault.SPANS_GAP: "weight_versions",
     Fault.SPANS_OVERLAP: "weight_versions",
     Fault.SPANS_SHORT: "weight_versions",
+    Fault.SPANS_WRONG: "weight_versions weight_version",
     Fault.NO_VERSION: "weight_versions weight_version",
     Fault.EXPERTS_MISSING: "routed_experts",
     Fault.EXPERTS_SHORT: "routed_experts",
@@ -114,6 +116,25 @@ async def test_damage_changes_the_fields_of_that_damage_and_no_other(
             assert found <= wrong(kind, fault), fault
             assert sim.engine.counts[fault.value] == 1
         assert differing(good, (await sim.ask(kind, PROMPT, num=6, rid="r")).content) == set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_spans_that_name_other_weights_are_found_by_the_log_probs_alone(
+    policy: Policy, kind: str
+) -> None:
+    async with sim_server(policy, version="7", versioned=True) as sim:
+        await order(sim, "spans_wrong")
+        reply = (await sim.ask(kind, PROMPT, num=6)).json()
+    if kind == "vllm":
+        choice = reply["choices"][0]
+        ids, spans = choice["token_ids"], choice["weight_versions"]
+        said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    else:
+        ids, spans = reply["output_ids"], reply["meta_info"]["weight_versions"]
+        said = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    assert spans == [{"version": "8", "start": 0, "end": 6}]
+    log_probs = np.array(said, dtype=np.float32)
+    assert sampled_by([*PROMPT, *ids], len(PROMPT), log_probs, [6, 7, 8]) == [7] * 6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,6 +67,7 @@ WRONG = {
     Fault.SPANS_GAP: "spans",
     Fault.SPANS_OVERLAP: "spans",
     Fault.SPANS_SHORT: "spans",
+    Fault.SPANS_WRONG: "spans version",
     Fault.NO_VERSION: "spans version",
     Fault.EXPERTS_MISSING: "experts",
     Fault.EXPERTS_SHORT: "experts",

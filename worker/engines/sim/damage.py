@@ -2,7 +2,8 @@
 
 Owns what each kind of damage does to a reply. Knows no protocol and no clock, and draws nothing:
 what is spoilt, and where, is a function of the reply. Invariant: exactly one thing is wrong with a
-spoilt frame, so that a client that believes it has failed at that one check.
+spoilt frame, so that a client that believes it has failed at that one check (`SPANS_WRONG` alone
+passes every check: it is for the auditor of the log-probs).
 
 Axes: P prompt ids, C ids of one reply, L fed tokens.
 """
@@ -181,6 +182,16 @@ def _short_spans(frame: Frame) -> None:
     frame.spans = [{"version": version, "start": 0, "end": len(frame.ids) - 1}]
 
 
+def _wrong_spans(frame: Frame) -> None:
+    """Name other weights than those that sampled: no client can tell, an auditor must."""
+
+    def other(label: str) -> str:
+        return str(int(label) + 1) if label.isdigit() else "0"
+
+    frame.spans = [span | {"version": other(span["version"])} for span in frame.spans or ()]
+    frame.version = other(frame.version or "")
+
+
 def _no_version(frame: Frame) -> None:
     frame.spans = frame.version = None
 
@@ -219,6 +230,7 @@ _DAMAGE: Mapping[Fault, Callable[[Frame], None]] = {
     Fault.SPANS_GAP: _gap,
     Fault.SPANS_OVERLAP: _overlap,
     Fault.SPANS_SHORT: _short_spans,
+    Fault.SPANS_WRONG: _wrong_spans,
     Fault.NO_VERSION: _no_version,
     Fault.EXPERTS_MISSING: _no_experts,
     Fault.EXPERTS_SHORT: _short_experts,

@@ -64,6 +64,7 @@ class Fault(StrEnum):
     SPANS_GAP = "spans_gap"
     SPANS_OVERLAP = "spans_overlap"
     SPANS_SHORT = "spans_short"
+    SPANS_WRONG = "spans_wrong"
     NO_VERSION = "no_version"
     EXPERTS_MISSING = "experts_missing"
     EXPERTS_SHORT = "experts_short"

@@ -110,7 +110,12 @@ class ReplyWriter:
             "created": int(time.time()),
             "model": self._model,
             "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": None,
             "usage": _usage(frame),
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "metrics": None,
         }
         return _ENCODER.encode(body)
 
