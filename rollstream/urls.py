@@ -14,7 +14,7 @@ people holds a password, however malformed the URL is that it was given.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
@@ -77,6 +77,24 @@ def engine_url_problem(url: str) -> str:
     if not parts.hostname or not _is_host(parts.hostname):
         return "a URL with a host: a name or an address"
     return "a URL without ? and #" if parts.query or parts.fragment else ""
+
+
+def checked_engines(urls: Sequence[str]) -> list[str]:
+    """Return root URLs of engines, without the slash at their end.
+
+    Raises:
+        ValueError: one is none, or there is none at all.
+        TypeError: not a list of strings.
+    """
+    if isinstance(urls, str):
+        raise TypeError(f"engines: expected a list of URLs, got the string {urls[:80]!r}")
+    checked = [url.rstrip("/") for url in urls]
+    for url in checked:
+        if problem := engine_url_problem(url):
+            raise ValueError(f"engine {url!r}: expected {problem}")
+    if not checked:
+        raise ValueError("engines: an empty list stops every worker; None is their configuration")
+    return list(dict.fromkeys(checked))
 
 
 def _is_host(host: str | None) -> bool:

@@ -28,7 +28,7 @@ from rollstream.pausing import Pausing
 from rollstream.queue import calls
 from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.calls import ScriptCall
-from rollstream.urls import engine_url_problem
+from rollstream.urls import checked_engines
 
 log = logging.getLogger("rollstream.stream")
 
@@ -405,24 +405,6 @@ class Updating:
             figures.update_s, figures.paused_s = lasted_s, figures.paused_s + lasted_s
             weights.current = None
             weights.give()
-
-
-def checked_engines(urls: Sequence[str]) -> list[str]:
-    """Return root URLs of engines, without the slash at their end.
-
-    Raises:
-        ValueError: one is none, or there is none at all.
-        TypeError: not a list of strings.
-    """
-    if isinstance(urls, str):
-        raise TypeError(f"engines: expected a list of URLs, got the string {urls[:80]!r}")
-    checked = [url.rstrip("/") for url in urls]
-    for url in checked:
-        if problem := engine_url_problem(url):
-            raise ValueError(f"engine {url!r}: expected {problem}")
-    if not checked:
-        raise ValueError("engines: an empty list stops every worker; None is their configuration")
-    return list(dict.fromkeys(checked))
 
 
 def check_seconds(**given: float) -> None:

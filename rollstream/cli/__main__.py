@@ -79,6 +79,10 @@ def _dispatch(argv: list[str]) -> int:
         from rollstream.cli.doctor import doctor
 
         return doctor(args)
+    if args.command == "engines":
+        from rollstream.cli.engines import engines
+
+        return engines(args)
     from rollstream.cli.control import COMMANDS as CONTROL
     from rollstream.cli.inspect import COMMANDS
 
@@ -147,7 +151,22 @@ def _add_control(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         "--mode",
         choices=("keep", "abort"),
         default="keep",
-        help="keep: running samples end (the default); abort: workers stop them, uncharged",
+        help="keep: calls in flight end (the default); abort: workers stop them, uncharged",
+    )
+    paused.add_argument(
+        "--deadline",
+        metavar="SECONDS",
+        type=_seconds,
+        default=0.0,
+        help="then the run goes on by itself (else: never)",
+    )
+    fleet = commands.add_parser(
+        "engines", parents=parents, help="the engines that workers call; name them for all workers"
+    )
+    named = fleet.add_mutually_exclusive_group()
+    named.add_argument("--set", metavar="URL", nargs="+", help="in place of every engine.urls")
+    named.add_argument(
+        "--unset", action="store_true", help="every worker has its own engine.urls again"
     )
     commands.add_parser("resume", parents=parents, help="end a pause")
     aborted = commands.add_parser("abort", parents=parents, help="end a run, drop what is live")

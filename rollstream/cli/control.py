@@ -45,6 +45,12 @@ class Budget:
     factor: int = 1
     """From the configuration's unit to the queue's."""
 
+    @property
+    def expected(self) -> str:
+        """What a value has to be."""
+        kind = "a number" if self.factor != 1 else "a whole number"
+        return f"{kind} from {self.low:g} to {self.high:g}"
+
     def read(self, text: str) -> int:
         """Return the value in the queue's unit.
 
@@ -57,22 +63,47 @@ class Budget:
         return round(value * self.factor)
 
 
-BUDGETS: dict[str, Budget] = {
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One word of a run that `set` changes."""
+
+    field: str
+    """In the run's hash."""
+    words: tuple[str, ...]
+
+    @property
+    def expected(self) -> str:
+        """What a value has to be."""
+        return " or ".join(self.words)
+
+    def read(self, text: str) -> str:
+        """Return the word.
+
+        Raises:
+            ValueError: no such word.
+        """
+        if text not in self.words:
+            raise ValueError(text)
+        return text
+
+
+BUDGETS: dict[str, Budget | Choice] = {
     "producer.capacity_groups": Budget("cap", 1, 1_000_000),
     "worker.lease_s": Budget("lease_ms", 0.5, 86_400, factor=1000),
     "worker.max_attempts": Budget("max_attempts", 1, 1_000_000),
     "worker.max_crashes": Budget("max_crashes", 1, 1_000_000),
     "worker.max_body_bytes": Budget("max_body", 1024, 1 << 29),
     "weights.max_staleness": Budget("max_stale", -1, 1_000_000),
-    "max_requeues": Budget("max_requeues", 0, 1_000_000),
+    "weights.max_requeues": Budget("max_requeues", 0, 1_000_000),
+    "weights.on_stale": Choice("on_stale", ("drop", "requeue", "deliver")),
 }
-"""Name in the configuration → what of the run it is. `max_requeues` is of the run alone."""
+"""Name in the configuration → what of the run it is."""
 
 
 # --- the run -------------------------------------------------------------------------------------
 def pause(args: argparse.Namespace) -> int:
-    """Lease nothing more until `resume`."""
-    return _change(args, lambda queue: queue.call(calls.pause(args.mode)))
+    """Lease nothing more and make no call until `resume`, or until the deadline."""
+    return _change(args, lambda queue: queue.call(calls.pause(args.mode, args.deadline)))
 
 
 def resume(args: argparse.Namespace) -> int:
@@ -170,30 +201,29 @@ def _told(args: argparse.Namespace, run: str, outcome: str, good: str, why: str)
 
 # --- budgets -------------------------------------------------------------------------------------
 def set_value(args: argparse.Namespace) -> int:
-    """Change one budget of a run that goes on, until its producer starts again."""
+    """Change one setting of a run that goes on, until its producer starts again."""
     name = _full_name(args.key)
     budget = BUDGETS[name]
     try:
         value = budget.read(args.value)
     except ValueError:
-        kind = "a number" if budget.factor != 1 else "a whole number"
-        raise CommandError(
-            f"{name} = {args.value!r}: expected {kind} from {budget.low:g} to {budget.high:g}",
-            USAGE,
-        ) from None
+        said = f"{name} = {args.value!r}: expected {budget.expected}"
+        raise CommandError(said, USAGE) from None
     with the_run(args) as (queue, info):
-        wanted = {budget.field: value}
-        if budget.field == "cap":
+        wanted: dict[str, int | str] = {budget.field: value}
+        if budget.field == "cap" and isinstance(value, int):
             wanted["W"] = window_of(value)
         for field, number in wanted.items():
             answer = queue.call(calls.set_budget(field, number))
             if answer.state in ("unknown", "lost"):
                 raise CommandError(f"run {queue.run!r} answered {answer.state}", UNREACHABLE)
-    shown: Any = value / budget.factor if budget.factor != 1 else value
+    shown: Any = value
+    if isinstance(budget, Budget) and isinstance(value, int) and budget.factor != 1:
+        shown = value / budget.factor
     if args.json:
         print_json({"run": queue.run, "key": name, "value": shown, "state": answer.state})
     else:
-        print(f"run {queue.run}: {name} = {shown:g}")
+        print(f"run {queue.run}: {name} = {shown if isinstance(shown, str) else f'{shown:g}'}")
         if info.state not in _LIVE:
             print(f"the run is {_state(info, info.state)}: nothing follows from it")
     return OK

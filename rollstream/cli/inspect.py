@@ -14,6 +14,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from rollstream.cli.engines import print_workers, worker_records
 from rollstream.cli.exits import OK, PROBLEM
 from rollstream.cli.reach import queue_of, reached, the_run, url_of
 from rollstream.cli.remove import remove
@@ -49,10 +50,11 @@ def stats(args: argparse.Namespace) -> int:
     """Show where the groups of a run are, and who is alive."""
     with the_run(args) as (queue, info):
         counters, depths, presence = queue.counters(), queue.depths(), queue.presence()
+        found = queue.confirmations()
     if args.json:
         shown = asdict(info)
         print_json({"run": queue.run, "info": shown, "counters": counters, "depths": depths,
-                    "presence": presence})  # fmt: skip
+                    "presence": presence, "workers": worker_records(found, info)})  # fmt: skip
         return OK
     print_rows(f"run {queue.run}", _run_rows(info, presence))
     print_rows("groups", _group_rows(counters, depths))
@@ -64,12 +66,15 @@ def stats(args: argparse.Namespace) -> int:
         **_by_reason(counters, "member_failed"),
     }
     print_rows("members", members)
+    if counters.get("e.enqueued"):
+        print_rows("evaluations", _evaluation_rows(counters))
+    print_workers(found, info)
     return OK
 
 
 def _run_rows(info: RunInfo, presence: Mapping[str, int]) -> dict[str, Any]:
     rows: dict[str, Any] = {
-        "state": info.state + (f" ({info.error})" if info.error else ""),
+        "state": _state_of(info),
         "weight version": info.version,
         "epoch, frontier": f"{info.epoch}, {info.frontier}",
         "all prompts enqueued": "yes" if info.done else "no",
@@ -78,12 +83,29 @@ def _run_rows(info: RunInfo, presence: Mapping[str, int]) -> dict[str, Any]:
     return rows | {f"{name} alive": count for name, count in presence.items()}
 
 
+def _state_of(info: RunInfo) -> str:
+    if info.state == "paused":
+        return f"paused ({info.pause_mode}) since {info.paused_s:.0f} s"
+    return info.state + (f" ({info.error})" if info.error else "")
+
+
+def _evaluation_rows(counters: Mapping[str, int]) -> dict[str, int]:
+    ended = {name.removeprefix("e."): n for name, n in counters.items() if name.startswith("e.")}
+    return {
+        "enqueued": ended.get("enqueued", 0),
+        "read": ended.get("acked", 0),
+        **_by_reason(ended, "dropped"),
+    }
+
+
 def _group_rows(counters: Mapping[str, int], depths: Mapping[str, int]) -> dict[str, Any]:
     open_groups = depths["live"] - depths["full"] - depths["ready"] - depths["delivered"]
     return {
         "enqueued": counters.get("enqueued", 0),
         "acked": counters.get("acked", 0),
         **_by_reason(counters, "dropped"),
+        **_by_reason(counters, "stale"),
+        **_by_reason(counters, "requeued"),
         "open": open_groups,
         "full": depths["full"],
         "ready": depths["ready"],

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rollstream.cli.__main__ import main
-from rollstream.cli.control import BUDGETS
+from rollstream.cli.control import BUDGETS, Choice
 from rollstream.queue import calls
 from rollstream.queue.keys import window_of
 from rollstream.settings import Settings
-from tests.backstage import Backstage
+from tests.backstage import Backstage, wait_until
 
 Outcome = tuple[int, str, str]
 Command = Callable[..., Outcome]
@@ -74,6 +74,24 @@ def test_pause_and_resume_change_the_state_and_may_be_repeated(
     for _ in range(2):
         assert said(command("resume", "--json")) == {"run": run.queue.run, "state": "running"}
     assert len(run.lease()) == 2
+
+
+def test_a_pause_with_a_deadline_ends_by_itself(
+    run: Backstage, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("pause", "--mode", "abort", "--deadline", "0.1")[0] == 0
+    wait_until(lambda: run.queue.call(calls.sweep()) and m(run, "state") == "running")
+    with pytest.raises(SystemExit):
+        command("pause", "--deadline", "-1")
+    assert "--deadline: -1 is not between" in capsys.readouterr().err
+    assert m(run, "state") == "running"
+
+
+def test_set_changes_what_becomes_of_stale_groups(run: Backstage, command: Command) -> None:
+    for key, word in (("weights.on_stale", "requeue"), ("on_stale", "deliver")):
+        expected = f"run {run.queue.run}: weights.on_stale = {word}\n"
+        assert command("set", key, word) == (0, expected, "")
+        assert m(run, "on_stale") == word
 
 
 @pytest.mark.parametrize("name", ["pause", "resume"])
@@ -165,6 +183,7 @@ def test_a_group_that_is_none_is_refused_before_anything_is_done(
         ("weights.max_staleness", "-1", "max_stale", "-1"),
         ("max_staleness", "4", "max_stale", "4"),
         ("max_requeues", "0", "max_requeues", "0"),
+        ("weights.max_requeues", "5", "max_requeues", "5"),
     ],
 )
 def test_set_changes_one_budget(
@@ -191,6 +210,7 @@ def test_set_changes_one_budget(
         ("worker.max_attemps", "2", "did you mean worker.max_attempts?"),
         ("capacity_group", "2", "did you mean producer.capacity_groups?"),
         ("engine.urls", "x", "cannot be set in a running run"),
+        ("on_stale", "keep", "expected drop or requeue or deliver"),
     ],
 )
 def test_set_refuses_what_it_cannot_set(
@@ -206,10 +226,12 @@ def test_set_refuses_what_it_cannot_set(
 def test_set_has_the_names_and_lower_bounds_of_the_configuration() -> None:
     for name, budget in BUDGETS.items():
         table, _, key = name.rpartition(".")
-        if not table:
-            continue
         kind = Settings.model_fields[table].annotation
         assert kind is not None
+        if isinstance(budget, Choice):
+            given = kind.model_fields[key].annotation
+            assert set(budget.words) <= set(get_args(get_args(given)[0]))
+            continue
         bounds = kind.model_fields[key].metadata
         (low,) = [bound.ge for bound in bounds if hasattr(bound, "ge")]
         assert budget.low == low, name
@@ -228,7 +250,7 @@ def test_capacity_that_was_raised_lets_a_waiting_producer_go_on(
 
 @pytest.mark.parametrize(
     "argv", [("pause",), ("resume",), ("abort", "--yes"), ("withdraw", "1"), ("requeue", "1"),
-             ("set", "max_attempts", "2")],
+             ("set", "max_attempts", "2"), ("engines",), ("engines", "--set", "http://a")],
 )  # fmt: skip
 def test_an_unknown_run_is_exit_code_3(
     valkey_url: str, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]
