@@ -166,7 +166,7 @@ class FaultConfig:
         for kind, rate in self.rates().items():
             if not 0.0 <= rate <= 1.0:
                 raise ConfigError(f"--fault-{kind.value.replace('_', '-')} {rate}: give 0 to 1")
-        if sum(self.rates().values()) > 1.0:
+        if sum(self.rates().values()) > 1.0 + 1e-9:
             raise ConfigError("the shares of all faults together are more than 1")
         if self.latency_median_s < 0 or self.latency_sigma < 0 or self.token_s < 0:
             raise ConfigError("latencies cannot be negative")
