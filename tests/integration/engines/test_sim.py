@@ -90,7 +90,7 @@ async def running(
     engine = SimEngine(policy, faults=config, context_tokens=context_tokens, weight_version=version)
     server = await serve(engine.handle, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{port_of(server)}"
-    bounds = RetryPolicy(max_retries=retries, backoff_s=0.001, backoff_max_s=0.01)
+    bounds = RetryPolicy(max_retries=retries, backoff_s=0.001, backoff_max_s=0.01, retry_budget=1.0)
     pool = EnginePool([url], max_token_id=policy.vocabulary.size - 1, policy=bounds)
     try:
         yield Running(engine, url, pool, prompt)
