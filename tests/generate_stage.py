@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rollstream.errors import EngineFault
-from rollstream.sample import PrefixCacheInfo, Sample, SpecInfo
+from rollstream.sample import UNKNOWN_VERSION, PrefixCacheInfo, Sample, SpecInfo
 from tests.scripted_engine import ScriptedEngine, a_reply
 from worker.engines.pool import EnginePool, RetryPolicy
 from worker.sampling import Sampling, call_seed
@@ -41,6 +41,8 @@ class Says:
     accepted: int = 0
     drafted: int = 0
     verified: int = 0
+    dispatched: int = UNKNOWN_VERSION
+    """In process only: the version at the try that brought it."""
 
 
 Step: TypeAlias = "Says | EngineFault | tuple[int, bytes] | Callable[[], Any]"
@@ -102,6 +104,7 @@ class InProcess:
             matched=step.matched,
             cache=PrefixCacheInfo(step.cached, len(ids)),
             spec=SpecInfo(step.accepted, step.drafted, step.verified, len(step.ids)),
+            dispatched_version=step.dispatched,
         )
 
     async def probe(self) -> bool:

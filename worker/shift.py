@@ -33,7 +33,6 @@ from .reports import Health, Reporter, ReportLimits
 from .rollout import Rollout
 from .submit import DELIVERED, Submitter
 from .telemetry.metrics import Metrics
-from .telemetry.spans import NoSpans, SpanList
 from .work import Cause, Ending, Work, ending_of_cause
 
 ABORTING = "aborting"
@@ -227,7 +226,6 @@ class Shift:
                 now_unix,
                 limit,
                 parked_bytes=member.parked_bytes,
-                spans=NoSpans() if group.is_evaluation else SpanList(),
             )
             self._start(work, member)
 

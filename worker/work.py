@@ -28,7 +28,7 @@ from rollstream.queue.answers import Lease
 from rollstream.sample import Sample
 
 from .sampling import Sampling
-from .telemetry.spans import SpanList
+from .telemetry.spans import NoSpans, SpanList
 from .types import GenerateFunction, GenerateInput, Limits, SpanRecorder, Tool
 
 MAX_ERROR_CHARS = 2000
@@ -121,6 +121,10 @@ class Work:
     sent: bool = False
     """Its result was written to Redis: it is no longer in the beat set."""
     submitted_mono_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.group.is_evaluation:
+            self.spans = NoSpans()
 
     def postpone(self, seconds: float) -> None:
         """Move the deadline: for so long the run stood still."""
