@@ -1,11 +1,14 @@
-"""The renderers of the hard cases: the toy vocabulary, whose ids can be spelled, and Qwen3."""
+"""What the hard cases run with: renderers of two vocabularies, and an engine process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.sim_process import SimProcess, sim_process
 from tests.toy import toy_renderer
 
 
@@ -15,3 +18,17 @@ def renderer(request: pytest.FixtureRequest) -> Any:
     if request.param == "toy":
         return toy_renderer()
     return request.getfixturevalue("qwen3")
+
+
+CALL_THEN_ANSWER = (
+    "--tool-rate=1", "--again-rate=0", "--malformed-rate=0", "--think-rate=0", "--split-rate=0.2",
+    "--max-sentences=1", "--replay-layers=2", "--replay-top-k=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def sim(tmp_path_factory: pytest.TempPathFactory, vocabulary: Path) -> Iterator[SimProcess]:
+    """One engine process, which calls a tool once and then answers; in both protocols."""
+    folder = tmp_path_factory.mktemp("sim")
+    with sim_process(folder, vocabulary, *CALL_THEN_ANSWER) as running:
+        yield running
