@@ -113,6 +113,14 @@ def mask(record: Record) -> None:
             sample.loss_mask[: len(sample.loss_mask) // 2] = 0
 
 
+def pause(record: Record) -> None:
+    """Make a call in the middle of an update."""
+    update = next(one for one in record.updates if one.mode == "abort")
+    rid = next(iter(record.pid_of))
+    middle = (update.entered_s + update.left_s) / 2
+    record.engine_calls[rid] = replace(record.engine_calls[rid], started_s=middle)
+
+
 def leak(record: Record) -> None:
     """Train on an evaluation's sample."""
     for evaluation in record.evaluations:
@@ -142,6 +150,7 @@ BREAKS: dict[str, Break] = {
     "ack-twice": Break("record", Kind.TWICE, ack_twice),
     "hand-twice": Break("record", Kind.TWICE, hand_twice),
     "stale": Break("record", Kind.STALE, stale),
+    "pause": Break("record", Kind.PAUSE, pause),
     "mask": Break("record", Kind.MASK, mask),
     "leak": Break("record", Kind.EVALUATION, leak),
     "short": Break("record", Kind.DROP, short),

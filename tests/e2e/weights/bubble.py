@@ -16,8 +16,8 @@ has never stopped, and adds 0. So an update's bubble holds the confirmation by e
 post of the version to every engine, version and resume over the control stream, and the first new
 calls; not the engine's own work on new weights.
 
-Updates that a killed worker was waited for are left out: for one lease after its last beat it counts
-as live, so entering waits for it up to that long, which `longest_pause_s` shows.
+Updates that a killed worker was waited for are left out: for one lease after its last beat it
+counts as live, so entering waits for it up to that long, which `longest_pause_s` shows.
 
 The *pause* of an update is everything from the call of `updating_weights` to its return, body
 included.

@@ -15,6 +15,7 @@ class Kind(StrEnum):
     VERSION = "wrong_version_tokens"
     TOOL = "repeated_tool_calls"
     ACCOUNT = "accounting_difference"
+    PAUSE = "calls_in_pauses"
     STALE = "stale_handed_out"
     MASK = "wrong_masks"
     BUDGET = "over_budget"

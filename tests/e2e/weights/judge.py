@@ -21,6 +21,8 @@ FREE_REASONS = frozenset({"seen", "run_aborted"})
 """Drops that leave their id free to come again: they end a group, and explain nothing."""
 EXPECTED_REASONS = frozenset({"stale"})
 """No filter, deadline or budget of this configuration ends a group."""
+SLOW_S = 0.25
+"""How long an engine may take to take in what was sent before a pause."""
 _RUN = re.compile(r"\(run ([0-9a-f]{12})\)")
 
 Decode = Callable[[np.ndarray], str]
@@ -35,6 +37,7 @@ def judge(record: Record, truth: Truth, question_of: Callable[[int], str],
         if call.num_tokens is not None
     }
     findings = [*_lost(record), *_twice(record), *_drops(record), *_accounts(record)]
+    findings += _pauses(record)
     for batch in record.handed:
         for group in batch.groups:
             findings += _staleness(record, batch.version, group)
@@ -102,6 +105,26 @@ def _accounts(record: Record) -> Iterator[Finding]:
         yield Finding(Kind.ACCOUNT, "audit", problem)
     for finding in record.findings:
         yield Finding(Kind.ODD, record.scene.name, finding)
+
+
+def _pauses(record: Record) -> Iterator[Finding]:
+    """Find calls that an engine got, or still had, while everybody had confirmed that none is made.
+
+    `keep` permits those that were sent before, which an engine may be slow to take in.
+    """
+    # Without those of nobody: the questions about log-probs, and what a killed worker left.
+    calls = [call for rid, call in record.engine_calls.items() if rid in record.pid_of]
+    for update in record.updates:
+        stops = update.mode == "abort"
+        since = update.entered_s + (0.0 if stops else SLOW_S)
+        for call in calls:
+            if since < call.started_s < update.left_s:
+                text = f"came {1000 * (call.started_s - update.entered_s):.0f} ms into it"
+            elif stops and call.started_s <= since < (call.ended_s or 0.0):
+                text = "was in flight when it began"
+            else:
+                continue
+            yield Finding(Kind.PAUSE, f"update {update.version}", f"call {call.rid} {text}")
 
 
 def oldest(samples: list[Sample]) -> int | None:

@@ -110,7 +110,7 @@ def full_scenes(updates: int) -> list[Scene]:
 
 def quick_scenes() -> list[Scene]:
     """Return one short run, with everything in it that a short run can have."""
-    both: dict[Mode, int] = {"keep": 3, "abort": 4}
+    both: dict[Mode, int] = {"keep": 2, "abort": 3}
     return [
         Scene("vllm-partial", Protocol.VLLM, True, both, max_staleness=3, on_stale="requeue",
               mask_offpolicy=True, labels=True, evaluations=1)

@@ -21,7 +21,9 @@ from tests.e2e.weights.scenes import GROUPS_A_BATCH, SAMPLES_A_GROUP, STALL_S
 
 CONNECT_S = 60.0
 STEP_S = 0.05
-PUSH_S = 0.02
+PUSH_S, LONG_PUSH_S = 0.02, 0.4
+LONG_EVERY = 6
+"""Of the updates, one in so many takes long: then it shows whether nothing is sent meanwhile."""
 EVALUATION_S = 40.0
 EVALUATED_PROMPTS = 3
 OWN_POST_EVERY = 3
@@ -93,14 +95,17 @@ class Trainer:
             post=not own,
         ):
             entered_s = time.time()
-            self._push(label if own else None, still=version % STILL_EVERY == 0)
+            self._push(
+                label if own else None, still=version % STILL_EVERY == 0,
+                is_long=version % LONG_EVERY == 2,
+            )  # fmt: skip
             left_s = time.time()
         done_s = time.time()
         self.record.updates.append(Update(version, mode, asked_s, entered_s, left_s, done_s))
         if acks_inside:
             self._note_ack(batch)
 
-    def _push(self, label: str | None, *, still: bool) -> None:
+    def _push(self, label: str | None, *, still: bool, is_long: bool) -> None:
         """Give the engines new weights, as far as simulated ones have any."""
         protocol = self.record.scene.protocol
         for url in self.engines:
@@ -108,7 +113,7 @@ class Trainer:
                 posts.pause(protocol, url, posts.STILL[protocol])
             if label is not None and posts.set_version(url, label) != 200:
                 self.record.findings.append(f"an engine took no version {label}")
-        time.sleep(PUSH_S)
+        time.sleep(LONG_PUSH_S if is_long else PUSH_S)
         for url in self.engines if still else ():
             posts.go_on(protocol, url)
 
