@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from tests.scripted_engine import Step, a_reply
@@ -52,6 +53,13 @@ async def ask(
     """Make one call."""
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=5)
     return await pool.generate(PROMPT, sampling, routing_key=key, version=version, **options)
+
+
+async def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for something to become true, on the loop that makes it so."""
+    async with asyncio.timeout(15):
+        while not true():
+            await asyncio.sleep(0.005)
 
 
 def one_token(mode: str, then: Step) -> Step:

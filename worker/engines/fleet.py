@@ -93,6 +93,7 @@ class Fleet:
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         self._named_anew = asyncio.Event()
+        self._named_to = UNKNOWN_VERSION
         self._found: dict[str, list[str]] = {}
         self.started = self._closed = False
         self._apply(known=not check_logprobs)
@@ -223,7 +224,10 @@ class Fleet:
 
     def refresh(self) -> None:
         """Work out every member's state from the facts, and who takes calls."""
-        labelled = any(m.counters.up and m.version >= self.version for m in self.members)
+        # For good: the last engine that names the version may go, and those that began anew
+        # without weights must not take its calls.
+        self._named_to = max([self._named_to, *(member.version for member in self.members)])
+        labelled = self._named_to >= self.version
         self.open = []
         self.has_raw = any(member.mode is Mode.RAW for member in self.members)
         for member in self.members:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from rollstream.errors import ConfigError, EngineFault
 from rollstream.settings import DebugTable, EngineTable, Settings
-from tests.engine_pool import LOOKS, a_pool, ask, chosen, key_of, one_token
+from tests.engine_pool import LOOKS, a_pool, ask, chosen, key_of, one_token, wait_until
 from tests.scripted_engine import ScriptedEngine, a_reply, hang, reset, scripted
 from worker.engines import create_engine
 from worker.engines.pool import EnginePool, RetryPolicy
@@ -29,12 +28,6 @@ async def fault_of(pool: EnginePool, **options: Any) -> EngineFault:
     with pytest.raises(EngineFault) as caught:
         await ask(pool, **options)
     return caught.value
-
-
-async def wait_until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(45):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 def calls_of(engine: ScriptedEngine) -> list[tuple[str, str]]:
