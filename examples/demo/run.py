@@ -89,7 +89,6 @@ class Demo:
         trainer = Trainer(
             url=url,
             run_name=self.run_name,
-            engines=cast.engines,
             auditor=auditor,
             checkpoint=folder / "checkpoint.json",
             stop_after=None if self.options.simulated else self.options.batches,

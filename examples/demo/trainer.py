@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,6 @@ class Trainer:
 
     url: str
     run_name: str
-    engines: Sequence[str]
     auditor: Auditor
     checkpoint: Path
     stop_after: int | None
@@ -71,36 +69,25 @@ class Trainer:
             self.error = error
 
     def train(self, stream: GroupStream) -> None:
-        """Take batches, step, ack, publish new weights, checkpoint."""
+        """Take batches, step, publish new weights and ack, checkpoint."""
         for batch in stream.batches(groups=GROUPS_A_BATCH, timeout_s=STALL_S):
             self.tally.add(batch.groups)
             self.loss = toy_loss(batch.to_arrays(pad_id=0))
-            batch.ack()
+            # Workers hold their next calls meanwhile; calls in flight go on, under both versions.
+            with stream.updating_weights(stream.version + 1, ack=batch) as update:
+                push_weights(update.engines)
+            self.version = stream.version
             self.ended_s = time.monotonic()
             self.auditor.check(batch.groups)
-            self.publish(stream)
             if batch.number % CHECKPOINT_EVERY == 0:
                 save(self.checkpoint, stream)
             if self.stop_after is not None and self.tally.batches >= self.stop_after:
                 break
         save(self.checkpoint, stream)
 
-    def publish(self, stream: GroupStream) -> None:
-        """Say that the engines serve new weights: to each of them, then to the run.
 
-        (A real trainer pushes its weights here. Requests in flight go on, under both versions.)
-        """
-        self.version += 1
-        body = json.dumps({"new_version": str(self.version), "abort_all_requests": False})
-        for engine in self.engines:
-            request = urllib.request.Request(
-                f"{engine}/update_weight_version",
-                data=body.encode(),
-                headers={"content-type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=30):
-                pass
-        stream.set_weight_version(self.version)
+def push_weights(engines: Sequence[str]) -> None:
+    """Stand in for a real trainer's push; the stream tells the engines the version behind it."""
 
 
 def toy_loss(arrays: TrainArrays) -> float:
