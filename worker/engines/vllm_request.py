@@ -98,6 +98,7 @@ def _words(sampling: Sampling) -> dict[str, Any]:
         "min_tokens": sampling.min_new_tokens,
         "logprobs": 1,
         "skip_special_tokens": False,
+        "watermarking": False,  # of an engine that marks its texts, unless told not to
     }
     if sampling.stop:
         words["stop"] = sampling.stop

@@ -112,6 +112,7 @@ async def test_vllm_is_asked_in_its_own_words_where_token_ids_go_in_and_out() ->
             "repetition_penalty": 1.0,
             "min_tokens": 0,
             "skip_special_tokens": False,
+            "watermarking": False,
             "detokenize": False,
         },
     }
