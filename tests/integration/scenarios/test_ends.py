@@ -62,7 +62,7 @@ def is_empty(bench: Bench) -> bool:
         assert bench.client.xlen(bench.key + stream) == 0
         assert bench.client.xpending(bench.key + stream, group)["pending"] == 0
     assert bench.queue.depths() == dict.fromkeys(
-        ("q", "d", "s", "l", "full", "ready", "live", "delivered"), 0
+        ("q", "d", "s", "l", "full", "ready", "live", "delivered", "eval", "evaluations"), 0
     )
     return True
 
@@ -149,7 +149,7 @@ def test_a_pause_of_many_leases_and_deadlines_ends_nothing(bench: Bench) -> None
         assert bench.call(calls.beat("worker", [lease.id for lease in leases])).lost == []
     assert bench.lease("other") == []
     bench.call(calls.resume())
-    assert bench.counters() == {"enqueued": 2}
+    assert bench.counters() == {"enqueued": 2, "pauses": 1}
     assert {bench.state(0), bench.state(1)} == {"open"}
     assert bench.complete(leases) == ["ok"] * 4
     bench.audit()

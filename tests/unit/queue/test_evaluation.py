@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import redis
 
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
@@ -272,3 +275,108 @@ def test_an_evaluation_in_the_trainer_s_hands_keeps_no_training_run_from_its_end
     info, depths = bench.queue.info(), bench.queue.depths()
     assert info is not None
     assert (info.delivered, depths["live"]) == (0, 1)
+
+
+# --- evaluations whose keys vanish ---------------------------------------------------------------
+def _walk(bench: Bench) -> int:
+    """Let the walk over everything begin, and end; returns how many groups it ended."""
+    ended = 0
+    for _ in range(2):
+        bench.set_clock(bench.now_ms + LEASE_MS // 2)
+        ended += bench.sweep().vanished
+    return ended
+
+
+def _ended(bench: Bench, timeout_ms: int = 0) -> None:
+    bench.connect()
+    bench.enqueue(E, "e:gsm8k:1", n=1, timeout_ms=timeout_ms)
+    bench.complete(bench.lease())
+
+
+def test_an_evaluation_that_lost_its_entry_gets_another(bench: Bench) -> None:
+    _ended(bench)
+    bench.client.delete(f"{bench.key}eval")
+    assert _walk(bench) == 0
+    assert {entry.group_index for entry in bench.queue.read_eval(block_s=0)} == {E, "e:gsm8k:1"}
+    assert bench.queue.read_ready(count=9, block_s=0) == []
+    bench.audit()
+    assert bench.ack(E, "e:gsm8k:1") == ["acked", "acked"]
+    assert bench.queue.read_eval(block_s=0) == []
+
+
+@pytest.mark.parametrize("timeout_ms", [0, 60_000])
+def test_an_evaluation_whose_record_vanished_is_taken_out_of_everything(
+    bench: Bench, timeout_ms: int
+) -> None:
+    _ended(bench, timeout_ms)
+    bench.client.delete(f"{bench.key}g:{E}")
+    assert _walk(bench) == 1
+    assert [entry.group_index for entry in bench.queue.read_eval(block_s=0)] == ["e:gsm8k:1"]
+    counters = bench.counters()
+    assert (counters["e.vanished"], counters["e.dropped:withdrawn"]) == (1, 1)
+    assert bench.m("epoch") == "1", "no producer has to scan for it"
+    assert bench.client.zcard(f"{bench.key}dl") == (1 if timeout_ms else 0)
+    bench.audit()
+
+
+def test_an_evaluation_whose_results_vanished_is_dropped(bench: Bench) -> None:
+    _ended(bench)
+    bench.client.delete(f"{bench.key}b:{E}")
+    assert _walk(bench) == 1
+    assert [entry.group_index for entry in bench.queue.read_eval(block_s=0)] == ["e:gsm8k:1"]
+    bench.audit()
+
+
+def test_an_entry_in_eval_that_its_group_does_not_name_is_removed(bench: Bench) -> None:
+    _ended(bench)
+    bench.bring(0, "full")
+    good = bench.queue.read_eval(block_s=0)
+    for gid in (E, "e:nobody:1", "0"):
+        bench.client.xadd(f"{bench.key}eval", {"g": gid, "n": 1})
+    bench.client.xadd(f"{bench.key}ready", {"g": E, "n": 1})
+    assert _walk(bench) == 0
+    assert bench.queue.read_eval(block_s=0) == good
+    assert bench.client.xlen(f"{bench.key}ready") == 0
+    bench.audit()
+
+
+def test_the_audit_finds_an_evaluation_without_its_entry(bench: Bench) -> None:
+    _ended(bench)
+    (first, _) = bench.queue.read_eval(block_s=0)
+    bench.client.xdel(f"{bench.key}eval", first.message_id)
+    assert bench.call(calls.audit(deep=True)).problems == [
+        f"group {E} has no entry in eval", "eval has 1 entries, groups account for 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["complete", "fail", "sweep", "ack", "withdraw"])
+def test_a_foreign_key_in_place_of_eval_changes_nothing(bench: Bench, script: str) -> None:
+    bench.connect()
+    bench.enqueue(E, n=1, timeout_ms=1_000)
+    (lease,) = bench.lease()
+    if script in ("ack", "withdraw"):
+        bench.complete([lease])
+        bench.client.delete(f"{bench.key}eval")
+    bench.client.set(f"{bench.key}eval", "somebody's")
+    before = bench.dump()
+    call: calls.ScriptCall[Any] = {
+        "complete": calls.complete([calls.Completion(lease, b"h", b"b")]),
+        "fail": calls.fail(lease, Report.FINAL, MemberReason.TOOL_ERROR, "no"),
+        "sweep": calls.sweep(),
+        "ack": calls.ack("trainer", [E]),
+        "withdraw": calls.withdraw(E),
+    }[script]
+    if script == "sweep":
+        bench.set_clock(bench.now_ms + 1_001)
+    with pytest.raises(redis.ResponseError, match=r"WRONGTYPE|wrong kind"):
+        bench.call(call)
+    after = bench.dump()
+    assert {k: v for k, v in after.items() if k not in ("m", "l")} == {
+        k: v for k, v in before.items() if k not in ("m", "l")
+    }
+    assert len(after.get("l", [])) == len(before.get("l", [])), "the lease is still there"
+    bench.client.delete(f"{bench.key}eval")
+    if script in ("ack", "withdraw"):
+        _walk(bench)
+    bench.call(call)
+    bench.audit()

@@ -166,3 +166,20 @@ def test_a_group_in_an_aggregator_s_hands_begins_anew_and_its_verdict_changes_no
     assert bench.judge(entry) == "noop"
     assert bench.state(0) == "open"
     bench.audit()
+
+
+def test_a_failed_run_keeps_its_stale_groups_for_whoever_looks() -> None:
+    bench = _aged("ready")
+    bench.call(calls.fail_run("engines"))
+    assert bench.sweep().evicted == 0
+    assert bench.state(0) == "ready"
+    assert _stale(bench) == {}
+    bench.call(calls.abort_run())
+    bench.sweep()
+    assert bench.counters()["dropped:run_aborted"] == 1
+
+
+def test_stale_groups_are_evicted_in_a_pause_too() -> None:
+    bench = _aged("open")
+    bench.call(calls.pause())
+    assert bench.sweep().evicted == 1
