@@ -104,6 +104,8 @@ class Fleet:
         specs = self._configured if urls is None else tuple(self._usable(urls))
         if specs == self._specs:
             return
+        if not self.started:
+            self.start()
         self._specs = specs
         self._found = {spec: found for spec, found in self._found.items() if spec in specs}
         self._named_anew.set()
