@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.devserver import die_with_parent
+from tests.scripted_engine import ABORTS
 from worker.engines.pool import EnginePool, RetryPolicy
 from worker.engines.replay import ReplayShape
 
@@ -60,6 +61,11 @@ class SimProcess:
         """Return how many requests for tokens came, those that it refused as wrong among them."""
         counts = self.get()["counts"]
         return int(counts.get("requests", 0) + counts.get("refused", 0))
+
+    def aborts(self) -> int:
+        """Return how many aborts came, in the words of either protocol."""
+        paths = self.get()["paths"]
+        return sum(int(paths.get(path, 0)) for path in ABORTS)
 
     def damage(self, *kinds: Any) -> None:
         """Say what happens to its next requests, in order: names, None, or {"kind", "after"}."""
