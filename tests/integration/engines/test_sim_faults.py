@@ -16,7 +16,7 @@ from tests.vocabulary_once import tokenizer_of
 from worker.engines.faults import Detail, detail_of_status
 from worker.engines.sim.damage import OVERFLOW_WORDS
 from worker.engines.sim.faults import NAMED, STATUSES, Fault
-from worker.engines.sim.policy import Policy, sampled_by
+from worker.engines.sim.policy import Policy, expected_log_probs, sampled_by
 
 PROMPT = list(range(20, 32))
 KINDS = ("sglang", "vllm")
@@ -322,6 +322,25 @@ async def test_pause_by_nobody_ends_by_itself_and_leaves_the_pauses_of_others_al
         await asyncio.sleep(0.02)
         assert (await sim.get("/is_paused"))["is_paused"]
         assert (await sim.post("/sim/pause", {"seconds": "x"})).status_code == 400
+
+
+# -- what an auditor relies on
+
+
+async def test_scored_prompt_is_of_the_weights_of_today(policy: Policy) -> None:
+    async with sim_server(policy, version="7", versioned=True) as sim:
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 3,
+        }
+        said = []
+        for _ in range(2):
+            meta = (await sim.post("/generate", body)).json()["meta_info"]
+            said.append([entry[0] for entry in meta["input_token_logprobs"][1:]])
+            await sim.post("/update_weight_version", {"new_version": "8"})
+    assert said == [expected_log_probs(PROMPT, 4, version=one).tolist() for one in ("7", "8")]
 
 
 # -- SGLang's pauses

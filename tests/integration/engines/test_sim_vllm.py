@@ -135,14 +135,16 @@ async def test_pause_abort_ends_what_flies_and_rejects_what_is_new_until_resume(
 async def test_pause_wait_is_answered_when_what_flies_has_ended(policy: Policy) -> None:
     async with sim_server(policy, **ONE_MINUTE) as sim:
         flying = asyncio.create_task(sim.ask("vllm", PROMPT))
-        await sim.flying(1)
+        other = asyncio.create_task(sim.ask("sglang", PROMPT))
+        await sim.flying(2)
         pausing = asyncio.create_task(sim.post("/pause?mode=wait"))
         await eventually(lambda: sim.engine.core.paused is not None)
         assert (await sim.ask("vllm", PROMPT)).status_code == 503
-        assert not pausing.done()
-        assert not flying.done()
-        [(key, flight)] = sim.engine.core.flights.items()
-        sim.engine.core._land(key, flight)
+        for last in (False, True):
+            assert not pausing.done()
+            key, flight = next(iter(sim.engine.core.flights.items()))
+            sim.engine.core._land(key, flight)
+            await (other if last else flying)
         assert choice_of(await flying)["finish_reason"] == "stop"
         assert (await pausing).json() == {"status": "paused"}
 
