@@ -75,7 +75,6 @@ class Worker:
             version=rollstream.__version__,
             wire=WIRE_VERSION,
             envs=settings.envs(),
-            engines=len(settings.engine.urls),
         )
         self._pulse = Pulse(self._metrics, self._publish_engines)
         self._server = TelemetryServer(
@@ -387,8 +386,7 @@ class Worker:
         self._metrics.user_threads.set(THREADS.num_running)
         self._metrics.user_threads_hung.set(THREADS.num_hung)
         if self._pool is not None:
-            for i, engine in enumerate(self._pool.counters.engines):
-                self._metrics.engine_state(i, up=engine.up, totals=engine.requests)
+            self._metrics.engines(self._pool.counters.engines, self._pool.counters)
         found = self._fidelity.counters
         self._metrics.fidelity(found.mismatches, checked=found.checked, unknown=found.unknown)
         if self._rescorer is not None:

@@ -209,10 +209,14 @@ class Reporter:
             self._metrics.evaluation_ended(ending.stop_reason)
             return
         env = work.group.group.env
+        if ending.forget:
+            self._metrics.resumes_exhausted_total.inc()
         stays = work.resumes and ending.report in (Report.BACK, Report.RETRY) and not ending.forget
         if stays:
             leaves = []  # its tokens are still parked: they are counted where it ends
-        self._metrics.sample_ended(env, ending.stop_reason, leaves, delivered=delivered)
+        self._metrics.sample_ended(
+            env, ending.stop_reason, leaves, delivered=delivered, version=self._view.version
+        )
         if not leaves or not leaves[0].spans:
             for span in work.spans.spans[work.num_earlier_spans if stays else 0 :]:
                 self._metrics.span(span.name, span.duration_s)

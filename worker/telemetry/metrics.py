@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import prometheus_client as prom
 
 from rollstream.errors import STATUS_OF, DropReason, StopReason
-from rollstream.sample import Sample
+from rollstream.sample import UNKNOWN_VERSION, Sample
 
+from ..engines.states import State
 from .spans import SPAN_NAMES
 
 K = TypeVar("K")
@@ -27,7 +28,9 @@ K = TypeVar("K")
 MAX_SERIES = 400
 MAX_ENV_LABELS = 3
 """Environments with series of their own; further ones are counted as `other`."""
-MAX_ENGINE_LABELS = 8
+MAX_ENGINE_LABELS = 4
+"""Engines with series of their own. Engines join and leave, so a label is a place, which the next
+one takes when one has left; `rollout_engines` counts all."""
 OTHER = "other"
 MISMATCH_KINDS = ("prefix", "sampled", "log_prob")
 DIVERGENCE_POLICIES = ("reject", "fork", "keep_prefix")
@@ -37,6 +40,7 @@ SECONDS_BUCKETS = (
     .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1200, 1800, 3600,
 )  # fmt: skip
 DIFFERENCE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+STALENESS_BUCKETS = (0, 1, 2, 4, 8)
 LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TOKEN_KINDS = ("prompt", "cached", "sampled", "tool", "trainable", "discarded")
 ENGINE_OUTCOMES = ("stop", "length", "abort", "unavailable", "timeout", "refused", "fault")
@@ -48,6 +52,15 @@ _OUTCOME_OF = {
     "context_overflow": "refused",
 }
 """Details of engine faults that share a label; what is neither here nor above is a `fault`."""
+NOBODY = float("nan")
+"""Of a place that no engine has: an alert on 0 must not go off for it."""
+_POOL_COUNTERS = {
+    "engine_retries": "Calls that were tried again",
+    "engine_retries_denied": "Calls that were not, because the budget of retries was used up",
+    "engine_stale_connections": "Tries that met a connection which its engine had closed",
+    "engine_pauses": "Pauses of engines that were seen to begin",
+    "aborted_calls": "Calls that were aborted for new weights or at the end of the worker",
+}
 KEPT = "ready"
 _AGGREGATOR_REASONS = (
     DropReason.ZERO_STD,
@@ -63,16 +76,46 @@ _AGGREGATOR_REASONS = (
 )
 
 
+class EngineFigures(Protocol):
+    """What is published of one engine (`engines.member.EngineCounters`)."""
+
+    url: str
+    slot: int
+    up: bool
+    state: State
+    lag: int
+    limit: int
+    requests: dict[str, int]
+
+
+class PoolFigures(Protocol):
+    """What is published of a pool (`engines.member.PoolCounters`)."""
+
+    retries: int
+    retries_denied: int
+    stale_connections: int
+    pauses: int
+    aborted: int
+
+
+class _Place:
+    """A label of engines: whose it is now, and that one's totals as published."""
+
+    __slots__ = ("totals", "url")
+
+    def __init__(self) -> None:
+        self.url, self.totals = "", dict[str, int]()
+
+
 class Metrics:
     """The metrics of one worker process."""
 
-    def __init__(self, *, version: str, wire: int, envs: Iterable[str], engines: int = 0) -> None:
+    def __init__(self, *, version: str, wire: int, envs: Iterable[str]) -> None:
         prom.disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus-client
         self.registry = prom.CollectorRegistry()
         named = sorted(set(envs))
         self._envs = frozenset(named[:MAX_ENV_LABELS])
         self._env_labels = [*sorted(self._envs), *([OTHER] if named[MAX_ENV_LABELS:] else [])]
-        self._engine_labels = [str(i) for i in range(min(engines, MAX_ENGINE_LABELS))]
         self._declare(version, wire)
         self._samples: Tally[tuple[str, StopReason]] = Tally()
         self._groups: Tally[tuple[str, str, str]] = Tally()
@@ -83,8 +126,9 @@ class Metrics:
         self._lags: list[float] = []
         self._differences: list[float] = []
         self._divergences: Tally[str] = Tally()
+        self._stalenesses: list[float] = []
         self._totals: dict[prom.Counter, int] = {}
-        self._engine_totals: dict[tuple[str, str], int] = {}
+        self._places: list[_Place] = [_Place() for _ in range(MAX_ENGINE_LABELS)]
 
     def _declare(self, version: str, wire: int) -> None:
         registry = self.registry
@@ -119,13 +163,6 @@ class Metrics:
         self.concurrency_limit = prom.Gauge(
             "rollout_concurrency_limit", "Slots of this worker", registry=registry
         )
-        self.engine_up = prom.Gauge(
-            "rollout_engine_up", "1 where the engine answers", ["engine"], registry=registry
-        )
-        self.engine_requests_total = prom.Counter(
-            "rollout_engine_requests", "Requests to engines", ["engine", "outcome"],
-            registry=registry,
-        )  # fmt: skip
         self.leases_reclaimed_total = prom.Counter(
             "rollout_leases_reclaimed", "Expired leases that this worker's sweeps took back",
             registry=registry,
@@ -168,8 +205,44 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self._evaluated = {s: evaluated.labels(s.value) for s in sorted(set(STATUS_OF.values()))}
+        self.resumes_exhausted_total = prom.Counter(
+            "rollout_resumes_exhausted",
+            "Parked samples that began anew: resumed too often, or nothing to go on from",
+            registry=registry,
+        )  # fmt: skip
+        self.sample_staleness = prom.Histogram(
+            "rollout_sample_staleness_versions",
+            "Versions between the oldest token of an ended trajectory and the run's weights",
+            buckets=STALENESS_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._declare_engines()
         self._declare_fidelity()
         self._bind_children()
+
+    def _declare_engines(self) -> None:
+        registry = self.registry
+        self.engine_up = prom.Gauge(
+            "rollout_engine_up", "1 where the engine answers, also while it takes no calls",
+            ["engine"], registry=registry,
+        )  # fmt: skip
+        self.engine_version_lag = prom.Gauge(
+            "rollout_engine_version_lag", "Weight versions that the engine is behind the run",
+            ["engine"], registry=registry,
+        )  # fmt: skip
+        self.engine_limit = prom.Gauge(
+            "rollout_engine_limit", "Most calls of this worker at the engine; 0 is no limit",
+            ["engine"], registry=registry,
+        )  # fmt: skip
+        self.engine_requests_total = prom.Counter(
+            "rollout_engine_requests", "Requests to engines", ["engine", "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        engines = prom.Gauge("rollout_engines", "Engines by state", ["state"], registry=registry)
+        self._engines = {state: engines.labels(state.value) for state in State}
+        self._pool = {
+            name: prom.Counter(f"rollout_{name}", text, registry=registry)
+            for name, text in _POOL_COUNTERS.items()
+        }
 
     def _declare_fidelity(self) -> None:
         registry = self.registry
@@ -216,20 +289,39 @@ class Metrics:
         self._turn_children = {env: self.turns_total.labels(env) for env in envs}
         self._token_children = {kind: self.tokens_total.labels(kind) for kind in TOKEN_KINDS}
         self._span_children = {name: self.span_seconds.labels(name) for name in SPAN_NAMES}
-        for engine in self._engine_labels:
-            self.engine_up.labels(engine).set(0)
+        for engine in map(str, range(MAX_ENGINE_LABELS)):
+            for gauge in (self.engine_up, self.engine_version_lag, self.engine_limit):
+                gauge.labels(engine).set(NOBODY)
             for outcome in ENGINE_OUTCOMES:
                 self.engine_requests_total.labels(engine, outcome)
 
     # --- the hot path ----------------------------------------------------------------------------
     def sample_ended(
-        self, env: str, reason: StopReason, leaves: Iterable[Sample], *, delivered: bool
+        self,
+        env: str,
+        reason: StopReason,
+        leaves: Iterable[Sample],
+        *,
+        delivered: bool,
+        version: int = UNKNOWN_VERSION,
     ) -> None:
-        """Count one trajectory: its ending, turns, tokens and spans."""
+        """Count one trajectory: its ending, turns, tokens, spans, and its age in weight versions.
+
+        Args:
+            env: of its group.
+            reason: why it ended.
+            leaves: its samples.
+            delivered: they go to the aggregator.
+            version: the run's weights now; unknown counts no age.
+        """
         env = env if env in self._envs else OTHER
         tokens = self._tokens
         self._samples[env, reason] += 1
         for sample in leaves:
+            if version >= 0 and delivered and sample.calls and sample.calls[0].versions:
+                oldest = sample.calls[0].versions[0][0]  # weights never get older within one
+                if oldest >= 0:
+                    self.staleness(version - oldest)
             sampled = sample.num_sampled
             self._turns[env] += len(sample.calls)
             tokens["prompt"] += sample.prefix_cache_info.total_prompt_tokens
@@ -263,6 +355,10 @@ class Metrics:
     def differences(self, values: Iterable[float]) -> None:
         """Keep the absolute differences of one rescored sample until the next flush."""
         self._differences += values
+
+    def staleness(self, versions: int) -> None:
+        """Keep how many versions old one ended trajectory is until the next flush."""
+        self._stalenesses.append(float(max(0, versions)))
 
     def span(self, name: str, duration_s: float) -> None:
         """Keep one duration until the next flush."""
@@ -298,6 +394,7 @@ class Metrics:
             _observe_all(self._span_children[name], SECONDS_BUCKETS, values)
         _observe_all(self.loop_lag, LAG_BUCKETS, self._lags)
         _observe_all(self.logprob_difference, DIFFERENCE_BUCKETS, self._differences)
+        _observe_all(self.sample_staleness, STALENESS_BUCKETS, self._stalenesses)
         _move(self._divergences, self._divergence_children)
 
     def fidelity(self, mismatches: Mapping[str, int], *, checked: int, unknown: int) -> None:
@@ -318,19 +415,42 @@ class Metrics:
             child.inc(new)
             self._totals[child] = total
 
-    def engine_state(self, engine: int, *, up: bool, totals: Mapping[str, int]) -> None:
-        """Publish one engine's state; `totals` are the client's own running counts by outcome."""
-        label = str(engine)
-        if label not in self._engine_labels:
+    def engines(self, engines: Iterable[EngineFigures], pool: PoolFigures) -> None:
+        """Publish how the engines are; their counts and the pool's are running totals."""
+        states: Tally[State] = Tally()
+        places: dict[int, EngineFigures] = {}
+        for engine in engines:
+            states[engine.state] += 1
+            places[engine.slot] = engine
+        for state, gauge in self._engines.items():
+            gauge.set(states[state])
+        for number, place in enumerate(self._places):
+            self._publish_place(str(number), place, places.get(number))
+        for name, total in (
+            ("engine_retries", pool.retries),
+            ("engine_retries_denied", pool.retries_denied),
+            ("engine_stale_connections", pool.stale_connections),
+            ("engine_pauses", pool.pauses),
+            ("aborted_calls", pool.aborted),
+        ):
+            self._follow(self._pool[name], total)
+
+    def _publish_place(self, label: str, place: _Place, engine: EngineFigures | None) -> None:
+        shown = (NOBODY,) * 3 if engine is None else (engine.up, engine.lag, engine.limit)
+        gauges = (self.engine_up, self.engine_version_lag, self.engine_limit)
+        for gauge, value in zip(gauges, shown, strict=True):
+            gauge.labels(label).set(value)
+        if engine is None:
             return
-        self.engine_up.labels(label).set(1 if up else 0)
-        for outcome, total in totals.items():
-            new = total - self._engine_totals.get((label, outcome), 0)
+        if place.url != engine.url:  # another one has taken it, whose counts begin at 0
+            place.url, place.totals = engine.url, {}
+        for outcome, total in engine.requests.items():
+            new = total - place.totals.get(outcome, 0)
             if new > 0:
                 known = _OUTCOME_OF.get(outcome, outcome)
                 known = known if known in ENGINE_OUTCOMES else "fault"
                 self.engine_requests_total.labels(label, known).inc(new)
-                self._engine_totals[label, outcome] = total
+            place.totals[outcome] = total
 
     def num_series(self) -> int:
         """Return how many series a scrape has."""

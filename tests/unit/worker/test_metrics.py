@@ -12,7 +12,8 @@ import pytest
 from rollstream.errors import DropReason, StopReason
 from rollstream.sample import Sample
 from tests.builders import a_sample
-from worker.engines.pool import OUTCOMES
+from worker.engines.pool import OUTCOMES, EngineCounters, PoolCounters
+from worker.engines.states import State
 from worker.fidelity import Kind
 from worker.telemetry.metrics import (
     DIVERGENCE_POLICIES,
@@ -26,8 +27,20 @@ from worker.telemetry.spans import NoSpans, SpanList, timed
 from worker.types import DivergencePolicy
 
 
-def metrics(envs: int = 1, engines: int = 1) -> Metrics:
-    return Metrics(version="1.2", wire=1, envs=[f"env{i}" for i in range(envs)], engines=engines)
+def metrics(envs: int = 1) -> Metrics:
+    return Metrics(version="1.2", wire=1, envs=[f"env{i}" for i in range(envs)])
+
+
+def an_engine(slot: int = 0, url: str = "http://e", **figures: Any) -> EngineCounters:
+    requests = dict.fromkeys(OUTCOMES, 0) | figures.pop("requests", {})
+    engine = EngineCounters(url, slot, requests=requests)
+    for name, value in figures.items():
+        setattr(engine, name, value)
+    return engine
+
+
+def publish(given: Metrics, *engines: EngineCounters, **totals: int) -> None:
+    given.engines(engines, PoolCounters(list(engines), **totals))
 
 
 def text_of(given: Metrics) -> str:
@@ -39,7 +52,7 @@ def text_of(given: Metrics) -> str:
 def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
     envs: int, engines: int
 ) -> None:
-    given = metrics(envs, engines)
+    given = metrics(envs)
     before = given.num_series()
 
     for env in range(envs):
@@ -47,8 +60,9 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
             given.sample_ended(f"env{env}", reason, [a_sample()], delivered=True)
         for drop in (None, *DropReason):
             given.group_judged(f"env{env}", drop)
-    for engine in range(engines):
-        given.engine_state(engine, up=True, totals=dict.fromkeys(OUTCOMES, 1))
+    publish(given, *(an_engine(i, requests=dict.fromkeys(OUTCOMES, 1)) for i in range(engines)))
+    publish(given)
+    given.staleness(3)
     given.span("never heard of", 1.0)
     given.sample_ended("env0", StopReason.STOP, [diverged(*DIVERGENCE_POLICIES)], delivered=True)
     given.fidelity(dict.fromkeys(Kind, 1), checked=1, unknown=1)
@@ -163,8 +177,8 @@ def test_a_samples_tokens_are_counted_by_where_they_came_from() -> None:
 def test_engine_requests_follow_the_clients_running_totals() -> None:
     given = metrics()
 
-    given.engine_state(0, up=True, totals={"stop": 3, "connect": 1, "nan": 1})
-    given.engine_state(0, up=False, totals={"stop": 5, "connect": 2, "nan": 1})
+    publish(given, an_engine(requests={"stop": 3, "connect": 1, "nan": 1}))
+    publish(given, an_engine(up=False, requests={"stop": 5, "connect": 2, "nan": 1}))
     text = text_of(given)
 
     assert 'rollout_engine_requests_total{engine="0",outcome="stop"} 5.0' in text
@@ -175,7 +189,7 @@ def test_engine_requests_follow_the_clients_running_totals() -> None:
 
 def test_every_outcome_of_an_engine_has_a_label() -> None:
     given = metrics()
-    given.engine_state(0, up=True, totals=dict.fromkeys(OUTCOMES, 1))
+    publish(given, an_engine(requests=dict.fromkeys(OUTCOMES, 1)))
     text = text_of(given)
 
     total = sum(
@@ -185,6 +199,75 @@ def test_every_outcome_of_an_engine_has_a_label() -> None:
     )
     assert total == len(OUTCOMES)
     assert set(ENGINE_OUTCOMES) >= {"stop", "length", "abort", "refused", "timeout"}
+
+
+def test_an_engine_in_a_place_that_was_anothers_adds_to_its_counts() -> None:
+    given = metrics()
+    publish(given, an_engine(url="http://a", requests={"stop": 5}))
+    publish(given)
+    text = text_of(given)
+    assert 'rollout_engine_up{engine="0"} NaN' in text
+    assert 'rollout_engine_version_lag{engine="0"} NaN' in text
+
+    publish(given, an_engine(url="http://b", requests={"stop": 2}))
+    publish(given, an_engine(url="http://b", requests={"stop": 3}))
+    text = text_of(given)
+    assert 'rollout_engine_requests_total{engine="0",outcome="stop"} 8.0' in text
+    assert 'rollout_engine_up{engine="0"} 1.0' in text
+
+
+def test_engines_are_counted_by_state_also_beyond_the_places() -> None:
+    given = metrics()
+    engines = [an_engine(i, f"http://{i}", state=State.UP) for i in range(20)]
+    engines[3].state = engines[17].state = State.PAUSED
+    engines[2].state, engines[2].lag, engines[2].limit = State.BEHIND, 4, 64
+    publish(given, *engines)
+    text = text_of(given)
+    counts = {"up": 17, "paused": 2, "behind": 1, "down": 0, "refused": 0}
+    for state, count in counts.items():
+        assert f'rollout_engines{{state="{state}"}} {count}.0' in text
+    assert 'rollout_engine_version_lag{engine="2"} 4.0' in text
+    assert 'rollout_engine_limit{engine="2"} 64.0' in text
+    assert 'rollout_engine_up{engine="3"} 1.0' in text  # paused is not dead
+    assert 'engine="17"' not in text
+
+
+def test_totals_of_the_pool_are_followed() -> None:
+    given = metrics()
+    totals = {
+        "retries": 7, "retries_denied": 2, "stale_connections": 3, "pauses": 4, "aborted": 5,
+    }  # fmt: skip
+    publish(given, **totals)
+    publish(given, **totals)
+    text = text_of(given)
+    for name, count in {
+        "engine_retries": 7, "engine_retries_denied": 2, "engine_stale_connections": 3,
+        "engine_pauses": 4, "aborted_calls": 5,
+    }.items():  # fmt: skip
+        assert f"rollout_{name}_total {count}.0" in text
+
+
+def test_a_samples_age_is_that_of_its_oldest_token_where_it_is_delivered_and_known() -> None:
+    given = metrics()
+    sample = a_sample(turns=(((4, 5), (6,)), ((7,), ())))
+    sample.calls[0].versions = [(3, 0, 1), (4, 1, 2)]
+    sample.calls[1].versions = [(5, 3, 4)]
+    given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=5)
+    given.sample_ended("env0", StopReason.STOP, [sample], delivered=False, version=9)
+    given.sample_ended("env0", StopReason.STOP, [sample], delivered=True)
+    sample.calls[0].versions = [(-1, 0, 2)]
+    given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=5)
+    assert "rollout_sample_staleness_versions_sum 2.0" in text_of(given)
+    assert "rollout_sample_staleness_versions_count 1.0" in text_of(given)
+
+
+def test_staleness_of_ended_trajectories_falls_into_its_buckets() -> None:
+    given = metrics()
+    for versions in (0, 0, 1, 3, 9, -1):
+        given.staleness(versions)
+    text = text_of(given)
+    for edge, count in {"0.0": 3, "1.0": 4, "2.0": 4, "4.0": 5, "8.0": 5, "+Inf": 6}.items():
+        assert f'rollout_sample_staleness_versions_bucket{{le="{edge}"}} {count}.0' in text
 
 
 def test_spans_reach_the_histogram_with_the_next_flush() -> None:
