@@ -96,8 +96,8 @@ async def test_members_of_a_killed_worker_are_run_again_and_every_group_lands_on
 
 @pytest.fixture
 def slow_sim(tmp_path: Path, vocabulary: Path) -> Iterator[Sim]:
-    """An engine that answers nothing while a test lasts."""
-    engine = Sim(tmp_path, vocabulary, latency_s=600)
+    """An engine that ends no turn while a test lasts, but answers one-token questions."""
+    engine = Sim(tmp_path, vocabulary, latency_s=0, options=("--token-s", "4"))
     engine.start()
     yield engine
     engine.kill()
