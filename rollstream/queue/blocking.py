@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import redis
 from redis.exceptions import ResponseError
 
-from rollstream.queue import fetch, reads
+from rollstream.queue import fetch, reads, streams
 from rollstream.queue.answers import Lease
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.connection import (
@@ -171,11 +171,11 @@ class BlockingQueue:
     # --- waits ---------------------------------------------------------------------------------
     def wait_bell(self, timeout_s: float) -> bool:
         """Wait until work arrived, half a second at most; False where nobody rang."""
-        return self._wait(reads.pop_wake(self.prefix, "bell", wake_s(timeout_s)))
+        return self._wait(streams.pop_wake(self.prefix, "bell", wake_s(timeout_s)))
 
     def wait_room(self, timeout_s: float) -> bool:
         """Wait until capacity came free, half a second at most; False where nobody rang."""
-        return self._wait(reads.pop_wake(self.prefix, "room", wake_s(timeout_s)))
+        return self._wait(streams.pop_wake(self.prefix, "room", wake_s(timeout_s)))
 
     def read_control(self, last_id: str, *, block_s: float) -> tuple[str, list[dict[str, str]]]:
         """Return control entries (`op`, `arg`) behind `last_id`, and the id to read on from.
@@ -185,13 +185,13 @@ class BlockingQueue:
             block_s: how long to wait for one.
         """
         if last_id == "$":
-            last_id = self._read(reads.control_tail(self.prefix))
-        return self._wait(reads.read_control(self.prefix, last_id, block_ms(block_s)))
+            last_id = self._read(streams.control_tail(self.prefix))
+        return self._wait(streams.read_control(self.prefix, last_id, block_ms(block_s)))
 
     # --- groups --------------------------------------------------------------------------------
     def read_full(self, consumer: str, *, count: int, block_s: float) -> list[StreamEntry]:
         """Take full groups to judge; nobody else gets them until they idled."""
-        return self._wait(reads.read_full(self.prefix, consumer, count, block_ms(block_s)))
+        return self._wait(streams.read_full(self.prefix, consumer, count, block_ms(block_s)))
 
     def claim_full(self, consumer: str, *, idle_s: float, count: int) -> list[StreamEntry]:
         """Take over full groups that another aggregator took and did not judge in time."""
@@ -201,19 +201,19 @@ class BlockingQueue:
             # Never more than are wanted: a claim counts as a delivery, and begins the wait anew.
             size = min(_PAGE, count - len(entries))
             start, page = self._read(
-                reads.claim_page(self.prefix, consumer, int(idle_s * 1000), start, size)
+                streams.claim_page(self.prefix, consumer, int(idle_s * 1000), start, size)
             )
             entries += page
             if start == "0-0":
                 break
         if not entries:
             return []
-        return self._read(reads.pending_counts(self.prefix, entries))
+        return self._read(streams.pending_counts(self.prefix, entries))
 
     def keep_full(self, consumer: str, message_ids: Sequence[str]) -> None:
         """Say that these entries are being judged: their idle time begins anew, uncounted."""
         if message_ids:
-            self._read(reads.keep_full(self.prefix, consumer, message_ids))
+            self._read(streams.keep_full(self.prefix, consumer, message_ids))
 
     def headers(
         self, entries: Sequence[StreamEntry], *, prompts: bool = False
@@ -238,21 +238,21 @@ class BlockingQueue:
 
     def read_ready(self, *, count: int, block_s: float) -> list[StreamEntry]:
         """Take new ready groups for the trainer."""
-        return self._wait(reads.read_ready(self.prefix, count, block_ms(block_s)))
+        return self._wait(streams.read_ready(self.prefix, count, block_ms(block_s)))
 
     def pending_ready(self, after_id: str = "0", *, count: int = 100) -> list[StreamEntry]:
         """Page through what the trainer has not acked, read or not, behind `after_id`."""
-        return self._read(reads.pending_ready(self.prefix, after_id, count))
+        return self._read(streams.pending_ready(self.prefix, after_id, count))
 
     def newest(self, stream: str, count: int) -> list[StreamEntry]:
         """Return the newest entries of `full` or `ready`, without taking any."""
-        return self._read(reads.newest(self.prefix, stream, count))
+        return self._read(streams.newest(self.prefix, stream, count))
 
     def read_eval(
         self, after_id: str = "0", *, count: int = 100, block_s: float
     ) -> list[StreamEntry]:
         """Read evaluations that ended, behind `after_id`; each stays until it is acked."""
-        return self._wait(reads.read_eval(self.prefix, after_id, count, block_ms(block_s)))
+        return self._wait(streams.read_eval(self.prefix, after_id, count, block_ms(block_s)))
 
     def parked(self, lease: Lease) -> bytes | None:
         """Return what the leased member parked, None where it has nothing parked."""

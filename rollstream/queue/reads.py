@@ -1,22 +1,22 @@
 """What processes read of a run beside the scripts: plain commands, and records of their answers.
 
-Owns the records (`RunInfo`, `StreamEntry`, `StoredGroup`) and which commands fill them, but for
-groups: their size needs care (`rollstream.queue.fetch`). Never does I/O: an executor sends
-`Read.commands` in one round trip and hands the replies to `Read.parse`.
-Invariant: a read changes nothing but the pending lists of the two streams.
+Owns the records (`RunInfo`, `Confirmation`, `StreamEntry`, `StoredGroup`) and which commands fill
+them, but for streams (`rollstream.queue.streams`) and groups, whose size needs care
+(`rollstream.queue.fetch`). Never does I/O: an executor sends `Read.commands` in one round trip and
+hands the replies to `Read.parse`. Invariant: a read of this module changes nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rollstream.errors import RunMismatch
 from rollstream.group import EnvRule
 from rollstream.queue.calls import Arg
-from rollstream.queue.keys import FULL_GROUP, READY_CONSUMER, READY_GROUP, SCHEMA
+from rollstream.queue.keys import SCHEMA
 from rollstream.wire import decode_envs
 
 T = TypeVar("T")
@@ -32,8 +32,6 @@ class Read(Generic[T]):
 
 
 _MAX_MS_DIGITS = 20
-_MAX_N_DIGITS = 6
-"""Of the size of a group; a longer one is damage, and would ask for a million fields."""
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -214,10 +212,10 @@ def info(prefix: str, run: str) -> Read[RunInfo | None]:
 
 
 def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
-    raw = {_text(name): value for name, value in _pairs(reply)}
+    raw = {text_of(name): value for name, value in pairs_of(reply)}
     if "state" not in raw:
         return None
-    schema = _text(raw.get("schema", b""))
+    schema = text_of(raw.get("schema", b""))
     if schema != str(SCHEMA):
         raise RunMismatch(
             f"run {run!r} was written by another version of Rollstream (layout "
@@ -225,7 +223,7 @@ def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
             f"that opened it, another run name, or remove it: rollstream runs --remove {run}"
         )
     envs = decode_envs(raw.pop("envs", None))
-    m = {name: _text(value) for name, value in raw.items()}
+    m = {name: text_of(value) for name, value in raw.items()}
     paused = m["state"] == "paused"
     return RunInfo(
         run=run,
@@ -253,7 +251,7 @@ def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
         total=int(m.get("total", 0)),
         version_label=m.get("label", ""),
         envs=envs,
-        labels={_text(label): int(version) for label, version in _pairs(labels)},
+        labels={text_of(label): int(version) for label, version in pairs_of(labels)},
         pause_mode=m.get("pause_mode", "") if paused else "",
         paused_s=max(0, int(m["clock"]) - int(m["paused_at"])) / 1000 if paused else 0.0,
         engines=tuple(json.loads(m["engines"])) if "engines" in m else None,
@@ -269,7 +267,7 @@ def counters(prefix: str) -> Read[dict[str, int]]:
 
 
 def _parse_counters(replies: list[Any]) -> dict[str, int]:
-    return {_text(name): int(value) for name, value in _pairs(replies[0])}
+    return {text_of(name): int(value) for name, value in pairs_of(replies[0])}
 
 
 _DEPTHS: tuple[tuple[str, str, str], ...] = (
@@ -323,14 +321,14 @@ def _parse_confirmations(replies: list[Any]) -> list[Confirmation]:
     # As the scripts read the clock: sweeps move it, by half a lease at most.
     now_ms = int(time[0]) * 1000 + int(time[1]) // 1000
     clock += max(0.0, min(now_ms - tick, lease_ms // 2))
-    records = dict(_pairs(said))
+    records = dict(pairs_of(said))
     return [
         Confirmation(
             worker.decode(errors="replace"),
             max(0.0, clock - float(score)) / 1000,
             *_parse_confirmed(records.get(worker, b"")),
         )
-        for worker, score in _pairs(seen)
+        for worker, score in pairs_of(seen)
     ]
 
 
@@ -349,22 +347,22 @@ def past_page(prefix: str, before: str, count: int) -> Read[tuple[str, list[dict
 
     def parse(replies: list[Any]) -> tuple[str, list[dict[str, Any]]]:
         entries = replies[0]
-        return _text(entries[-1][0]) if entries else "", [_parse_drop(entry) for entry in entries]
+        return text_of(entries[-1][0]) if entries else "", [_parse_drop(entry) for entry in entries]
 
     return Read(commands, parse)
 
 
 def _parse_drop(entry: Any) -> dict[str, Any]:
-    message_id = _text(entry[0])
-    row = {_text(name): value for name, value in _pairs(entry[1])}
+    message_id = text_of(entry[0])
+    row = {text_of(name): value for name, value in pairs_of(entry[1])}
     shown = range(min(int(row["n"]), 8))
     return {
-        "group_index": _text(row["g"]),
+        "group_index": text_of(row["g"]),
         "n": int(row["n"]),
-        "reason": _text(row["reason"]),
-        "detail": _text(row["detail"]),
-        "state": _text(row["state"]),
-        "why": _text(row["why"]),
+        "reason": text_of(row["reason"]),
+        "detail": text_of(row["detail"]),
+        "state": text_of(row["state"]),
+        "why": text_of(row["why"]),
         "unix_s": stream_unix_s(message_id),
         "headers": [row.get(f"h{i}") for i in shown],
         "errors": [parse_error(row.get(f"e{i}")) for i in shown],
@@ -379,177 +377,19 @@ def parse_error(value: bytes | None) -> tuple[str, str] | None:
     return reason, text
 
 
-# --- streams -------------------------------------------------------------------------------------
-def read_full(prefix: str, consumer: str, count: int, block_ms: int) -> Read[list[StreamEntry]]:
-    """Take new entries of `full` for one aggregator."""
-    command = _read_group(FULL_GROUP, consumer, count, block_ms, f"{prefix}full", ">")
-    return Read((command,), lambda replies: _parse_streams(replies[0]))
-
-
-def read_ready(prefix: str, count: int, block_ms: int) -> Read[list[StreamEntry]]:
-    """Take new entries of `ready` for the trainer."""
-    command = _read_group(READY_GROUP, READY_CONSUMER, count, block_ms, f"{prefix}ready", ">")
-    return Read((command,), lambda replies: _parse_streams(replies[0]))
-
-
-def pending_ready(prefix: str, after_id: str, count: int) -> Read[list[StreamEntry]]:
-    """Page through what the trainer has not acked, read or not, behind `after_id`.
-
-    It reads the stream and not the consumer's pending list, which is gone with its consumer: the
-    stream keeps an entry until the group's end. What is none of ours has an empty `group_index`,
-    so only the end of the stream is an empty page.
-    """
-    command = ("XRANGE", f"{prefix}ready", f"({after_id}", "+", "COUNT", count)
-
-    def parse(replies: list[Any]) -> list[StreamEntry]:
-        found = ((entry, _parse_entry(entry)) for entry in replies[0])
-        return [ours or StreamEntry(_text(entry[0]), "", 0) for entry, ours in found]
-
-    return Read((command,), parse)
-
-
-def read_eval(prefix: str, after_id: str, count: int, block_ms: int) -> Read[list[StreamEntry]]:
-    """Read evaluations that ended, behind `after_id`, waiting for the first.
-
-    An entry stays until its group is acked, so whoever reads from "0" finds all there are. What is
-    none of ours has an empty `group_index`: it has to be passed, too.
-    """
-    block = ("BLOCK", block_ms) if block_ms > 0 else ()
-    command = ("XREAD", "COUNT", count, *block, "STREAMS", f"{prefix}eval", after_id)
-
-    def parse(replies: list[Any]) -> list[StreamEntry]:
-        found = ((entry, _parse_entry(entry)) for entry in _raw_entries(replies[0]))
-        return [ours or StreamEntry(_text(entry[0]), "", 0) for entry, ours in found]
-
-    return Read((command,), parse)
-
-
 def parked(prefix: str, group_index: str, member: int) -> Read[bytes | None]:
     """Read what a member parked."""
     command = ("HGET", f"{prefix}b:{group_index}", f"p{member}")
     return Read((command,), lambda replies: replies[0])
 
 
-def newest(prefix: str, stream: str, count: int) -> Read[list[StreamEntry]]:
-    """Look at the newest entries of `full` or `ready`, newest first; nobody takes them by that.
-
-    `ready` keeps an entry until its group is acked, so what the trainer has in hand is there too.
-    """
-    command = ("XREVRANGE", f"{prefix}{stream}", "+", "-", "COUNT", count)
-    return Read((command,), lambda replies: _parse_entries(replies[0]))
-
-
-def _read_group(
-    group: str, consumer: str, count: int, block_ms: int, key: str, after: str
-) -> Command:
-    block = ("BLOCK", block_ms) if block_ms > 0 else ()
-    return ("XREADGROUP", "GROUP", group, consumer, "COUNT", count, *block, "STREAMS", key, after)
-
-
-def claim_page(
-    prefix: str, consumer: str, idle_ms: int, start: str, count: int
-) -> Read[tuple[str, list[StreamEntry]]]:
-    """Take over entries of `full` that were handed out long ago; returns where to go on."""
-    key = f"{prefix}full"
-    command = ("XAUTOCLAIM", key, FULL_GROUP, consumer, idle_ms, start, "COUNT", count)
-    return Read((command,), lambda replies: (_text(replies[0][0]), _parse_entries(replies[0][1])))
-
-
-def keep_full(prefix: str, consumer: str, message_ids: Sequence[str]) -> Read[None]:
-    """Begin the idle time of entries of `full` anew; JUSTID leaves their count alone."""
-    key = f"{prefix}full"
-    command: Command = ("XCLAIM", key, FULL_GROUP, consumer, 0, *message_ids, "JUSTID")
-    return Read((command,), lambda replies: None)
-
-
-def pending_counts(prefix: str, entries: Sequence[StreamEntry]) -> Read[list[StreamEntry]]:
-    """Read how often each entry of `full` was handed out."""
-    key = f"{prefix}full"
-    commands: tuple[Command, ...] = tuple(
-        ("XPENDING", key, FULL_GROUP, e.message_id, e.message_id, 1) for e in entries
-    )
-
-    def parse(replies: list[Any]) -> list[StreamEntry]:
-        found = []
-        for entry, reply in zip(entries, replies, strict=True):
-            times = int(reply[0][3]) if reply else entry.deliveries
-            found.append(replace(entry, deliveries=times))
-        return found
-
-    return Read(commands, parse)
-
-
-def control_tail(prefix: str) -> Read[str]:
-    """Read the id of the newest control entry, to read on from there."""
-    command = ("XREVRANGE", f"{prefix}ctl", "+", "-", "COUNT", 1)
-    return Read((command,), lambda replies: _text(replies[0][0][0]) if replies[0] else "0-0")
-
-
-def read_control(
-    prefix: str, last_id: str, block_ms: int
-) -> Read[tuple[str, list[dict[str, str]]]]:
-    """Read control entries behind `last_id`."""
-    block = ("BLOCK", block_ms) if block_ms > 0 else ()
-    command = ("XREAD", "COUNT", 64, *block, "STREAMS", f"{prefix}ctl", last_id)
-
-    def parse(replies: list[Any]) -> tuple[str, list[dict[str, str]]]:
-        found, newest = [], last_id
-        for message_id, row in _raw_entries(replies[0]):
-            newest = _text(message_id)
-            found.append({_text(name): _text(value) for name, value in _pairs(row)})
-        return newest, found
-
-    return Read((command,), parse)
-
-
-def pop_wake(prefix: str, name: str, timeout_s: float) -> Read[bool]:
-    """Wait for a token of `bell` or `room`."""
-    return Read((("BLPOP", prefix + name, timeout_s),), lambda replies: replies[0] is not None)
-
-
-def _parse_streams(reply: Any) -> list[StreamEntry]:
-    return _parse_entries(_raw_entries(reply))
-
-
-def _raw_entries(reply: Any) -> Iterable[Any]:
-    return [entry for _, entries in reply or () for entry in entries]
-
-
-def _parse_entries(entries: Iterable[Any]) -> list[StreamEntry]:
-    """Read entries of `full` or `ready`; what is none of ours is skipped, and the audit counts it.
-
-    Entries that were deleted while they were pending come without fields. A foreign or damaged one
-    stays where it is: it must not stop those behind it.
-    """
-    parsed = (_parse_entry(entry) for entry in entries if entry is not None and entry[1])
-    return [entry for entry in parsed if entry is not None]
-
-
-def _parse_entry(entry: Any) -> StreamEntry | None:
-    row = dict(_pairs(entry[1]))
-    gid, n = row.get(b"g", b""), row.get(b"n", b"")
-    named = gid.isdigit() or (gid.startswith(b"e:") and gid.isascii())
-    if not named or not n.isdigit() or len(n) > _MAX_N_DIGITS:
-        return None
-    return StreamEntry(
-        message_id=_text(entry[0]),
-        group_index=_text(gid),
-        n=int(n),
-        num_bytes=_size(row.get(b"b")),
-        prompt_bytes=_size(row.get(b"p")) or 0,
-    )
-
-
-def _size(value: bytes | None) -> int | None:
-    return int(value) if value is not None and len(value) < 16 and value.isdigit() else None
-
-
-def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
+def pairs_of(reply: Any) -> Iterable[tuple[Any, Any]]:
     """Read a flat list of names and values, or a map where the client made one of it."""
     if isinstance(reply, dict):
         return reply.items()
     return zip(reply[::2], reply[1::2], strict=True)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a reply as text."""
     return value.decode() if isinstance(value, bytes) else str(value)

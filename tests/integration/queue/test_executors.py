@@ -311,3 +311,31 @@ async def test_a_refusal_that_passes_by_itself_is_an_outage_to_both_executors(
         assert (await queue.call(OPEN))[0] == "created"
         await queue.aclose()
         blocking.close()
+
+
+async def test_confirmations_evaluations_and_parked_bodies_are_the_same_to_both_executors(
+    queue: Queue, valkey_url: str
+) -> None:
+    blocking = BlockingQueue.connect(valkey_url, queue.run)
+    await queue.call(calls.enqueue("e:math:0", 2, b"p"))
+    answer = await queue.call(calls.lease("w", 1, 2))
+    first, second = (member.lease for member in answer.groups[0].members)
+    await queue.call(calls.confirm("w", 3, 2, b'[{"url": "http://e:1"}]'))
+    for said in (await queue.confirmations(), blocking.confirmations()):
+        (one,) = said
+        assert (one.worker, one.control_seq, one.in_flight) == ("w", 3, 2)
+        assert one.engine_states() == [{"url": "http://e:1"}]
+        assert 0 <= one.age_s < 15, "on the queue clock, by the time of the server"
+    await queue.call(calls.park(first, b"half"))
+    assert await queue.parked(first) == blocking.parked(first) == b"half"
+    assert await queue.parked(second) is None
+
+    waiting = asyncio.create_task(queue.read_eval(block_s=5))
+    answer = await queue.call(calls.lease("w", 2, 2))
+    leases = [answer.groups[0].members[0].lease, second]
+    await queue.call(calls.complete([calls.Completion(x, b"h", b"b") for x in leases]))
+    (entry,) = await waiting
+    assert entry.group_index == "e:math:0"
+    assert blocking.read_eval(block_s=0) == [entry]
+    assert blocking.read_eval(entry.message_id, block_s=0) == []
+    blocking.close()

@@ -14,10 +14,12 @@ import redis
 from examples.devserver import DevServer, die_with_parent
 from rollstream.cli.__main__ import main
 from rollstream.queue import calls
-from rollstream.queue.keys import prefix
+from rollstream.queue.blocking import BlockingQueue
+from rollstream.queue.keys import SCHEMA, prefix
 from rollstream.queue.queue import Queue
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage, wait_until
+from tests.builders import budgets
 from tests.integration.producer.scene import producing, rows_file, settings_of
 from tests.integration.worker.parts import Parts
 from tests.integration.worker.processes import ENVIRONMENT, ROOT, start
@@ -69,6 +71,28 @@ async def test_a_run_works_through_from_a_node_that_does_not_own_it(
     await queue.aclose()
     for server in cluster.others(f"{prefix(run_name)}m"):
         assert keys_of(server, run_name) == []
+
+
+def test_confirmations_evaluations_and_parked_bodies_are_read_through_any_node(
+    elsewhere: str, run_name: str
+) -> None:
+    queue = BlockingQueue.connect(elsewhere, run_name)
+    queue.call(calls.open_run(SCHEMA, "source", budgets(on_stale="requeue")))
+    queue.call(calls.enqueue("e:math:0", 1, b"p"))
+    (group,) = queue.call(calls.lease("w", 1, 1)).groups
+    lease = group.members[0].lease
+    queue.call(calls.confirm("w", 0, 1, b"[]"))
+    assert [(c.worker, c.control_seq, c.in_flight) for c in queue.confirmations()] == [("w", 0, 1)]
+    queue.call(calls.park(lease, b"half"))
+    assert queue.parked(lease) == b"half"
+    (group,) = queue.call(calls.lease("w", 2, 1)).groups
+    queue.call(calls.complete([calls.Completion(group.members[0].lease, b"h", b"b")]))
+    assert [entry.group_index for entry in queue.read_eval(block_s=1)] == ["e:math:0"]
+    queue.call(calls.set_label(1, "one"))
+    info = queue.info()
+    assert info is not None
+    assert (info.labels, info.on_stale) == ({"one": 1}, "requeue")
+    queue.close()
 
 
 def test_a_slot_that_moves_is_followed_and_the_run_is_away_until_it_has_moved(
