@@ -285,7 +285,7 @@ def test_numbers_of_numpy_become_plain_ones_that_the_wire_takes() -> None:
     assert isinstance(back, Sample)
     assert back.calls == [dataclasses.replace(A_CALL, versions=[(4, 3, 5)])]
     assert back.rollout_routed_experts is not None
-    assert (back.response_length, back.rollout_routed_experts.dtype) == (2, np.int32)
+    assert (back.response_length, back.rollout_routed_experts.dtype) == (2, np.uint8)
 
 
 def test_arrays_of_a_returned_sample_are_its_own_and_what_was_sampled_is_read_only() -> None:
