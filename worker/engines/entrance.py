@@ -24,8 +24,11 @@ from .faults import Detail, fault
 from .fleet import Fleet
 from .logprob_mode import Mode
 from .member import Member
+from .states import State
 
 NEVER = float("inf")
+MAX_HOMES = 1 << 14
+"""Routing keys whose engine is kept; more than a worker has groups in flight."""
 
 
 class Call:
@@ -95,6 +98,8 @@ class Entrance:
         self.fleet: Fleet
         self.epoch = 0
         self._max_retries, self._backoff_s, self._clock = max_retries, backoff_s, clock
+        self._homes: dict[int, Member] = {}
+        self._generation = -1
         self._line: deque[_Turn] = deque()
 
     def check(self, call: Call) -> None:
@@ -145,14 +150,25 @@ class Entrance:
         if len(up) <= 1:
             return up[0] if up and up[0].has_room() else None
         key, failed = call.key, call.failed
-        home = max(fleet.members, key=lambda member: mix(key ^ member.salt))
-        if home is not failed and home.has_room() and home in up:
+        home = self._home(key)
+        if home is not failed and home.state is State.UP and home.has_room() and home in up:
             return home
         room = [member for member in up if member.has_room()]
         others = [member for member in room if member is not failed]
         return min(
             others or room, key=lambda m: (m.counters.in_flight, mix(key ^ m.salt)), default=None
         )
+
+    def _home(self, key: int) -> Member:
+        """Return where a key lives, of all members: kept, as every call of a group asks for it."""
+        if self._generation != self.fleet.generation or len(self._homes) >= MAX_HOMES:
+            self._homes.clear()
+            self._generation = self.fleet.generation
+        home = self._homes.get(key)
+        if home is None:
+            home = max(self.fleet.members, key=lambda member: mix(key ^ member.salt))
+            self._homes[key] = home
+        return home
 
     def serve(self) -> None:
         """Let those in line in, as far as there are places; called at every change."""

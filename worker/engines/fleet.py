@@ -48,6 +48,7 @@ class Fleet:
         leaving: those that take nothing new and still have calls.
         open: the members that take calls now.
         version: the run's weight version.
+        generation: how often `members` changed.
         has_raw: a member's log-probs are those of T = 1 whatever T it samples at.
     """
 
@@ -82,7 +83,7 @@ class Fleet:
         self.members: list[Member] = []
         self.leaving: list[Member] = []
         self.open: list[Member] = []
-        self.version, self.has_raw = 0, False
+        self.version, self.has_raw, self.generation = 0, False, 0
         self.counters = PoolCounters([])
         self._configured = tuple(map(check_spec, specs))
         self._specs = self._configured
@@ -133,6 +134,7 @@ class Fleet:
         for url in wanted:
             if url not in here:
                 self._join(url, known=known)
+        self.generation += 1
         order = {url: place for place, url in enumerate(wanted)}
         self.members.sort(key=lambda member: order[member.client.url])
         self.counters.engines[:] = [member.counters for member in self.members]
