@@ -1,6 +1,7 @@
-"""A stage for generate functions: scripted replies, in process or as SGLang's bytes over HTTP.
+"""A stage for generate functions: scripted replies, in process, or as an engine's bytes over HTTP.
 
-The same replies and the same record of requests either way, so a test is one text for both.
+The same replies and the same record of requests whatever the way, so a test is one text for all:
+what was asked is shown in SGLang's words, also where it was asked in vLLM's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from rollstream.errors import EngineFault
 from rollstream.sample import UNKNOWN_VERSION, PrefixCacheInfo, Sample, SpecInfo
-from tests.scripted_engine import ScriptedEngine, a_reply
+from tests.scripted_engine import ScriptedEngine, a_reply, a_vllm_reply
 from worker.engines.pool import EnginePool, RetryPolicy
 from worker.sampling import Sampling, call_seed
 from worker.telemetry.spans import SpanList
@@ -27,6 +28,8 @@ from worker.types import Completion, Finish, GenerateInput, Limits, RequestIds, 
 
 MAX_TOKEN_ID = 151668
 RUN_SEED = 7
+PROTOCOL = "sglang"
+"""What is spoken over HTTP; a fixture makes it `vllm` for tests of both."""
 
 
 @dataclass
@@ -120,6 +123,11 @@ class OverHttp(EnginePool):
     server: ScriptedEngine
 
     @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """What the server was asked, in SGLang's words."""
+        return [in_sglangs_words(body) for body in self.server.requests]
+
+    @property
     def asked(self) -> list[Asked]:
         """What the server was asked, read back from the bodies."""
         return [
@@ -128,11 +136,25 @@ class OverHttp(EnginePool):
                 body["sampling_params"]["max_new_tokens"],
                 body["sampling_params"]["temperature"],
                 body["sampling_params"]["sampling_seed"],
-                body["routing_key"],
+                body.get("routing_key", ""),
                 body,
             )
-            for body in self.server.requests
+            for body in self.bodies
         ]
+
+
+_SGLANGS = {
+    "token_ids": "input_ids", "max_tokens": "max_new_tokens", "seed": "sampling_seed",
+    "request_id": "rid", "cache_salt": "extra_key", "min_tokens": "min_new_tokens",
+}  # fmt: skip
+
+
+def in_sglangs_words(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request with the names that SGLang has for what vLLM names otherwise."""
+    return {
+        _SGLANGS.get(name, name): in_sglangs_words(value) if isinstance(value, dict) else value
+        for name, value in body.items()
+    }
 
 
 AnEngine: TypeAlias = "InProcess | OverHttp"
@@ -146,7 +168,12 @@ async def engine_of(over: str, *steps: Step) -> AsyncIterator[AnEngine]:
         return
     server = ScriptedEngine([_bytes_of(step) for step in steps] or [(500, b"{}")])
     await server.start()
-    pool = OverHttp([server.url], max_token_id=MAX_TOKEN_ID, policy=RetryPolicy(max_retries=0))
+    pool = OverHttp(
+        [server.url],
+        kind=PROTOCOL,
+        max_token_id=MAX_TOKEN_ID,
+        policy=RetryPolicy(max_retries=0),
+    )
     pool.server = server
     try:
         yield pool
@@ -158,6 +185,8 @@ async def engine_of(over: str, *steps: Step) -> AsyncIterator[AnEngine]:
 def _bytes_of(step: Step) -> Any:
     if not isinstance(step, Says):
         return step
+    if PROTOCOL == "vllm":
+        return _vllm_bytes_of(step)
     finish: dict[str, Any] = {"type": step.finish}
     if step.finish == "stop":
         finish["matched"] = step.matched
@@ -173,6 +202,18 @@ def _bytes_of(step: Step) -> Any:
         spec_num_correct_drafts=step.accepted,
         spec_num_proposed_drafts=step.drafted,
         spec_verify_ct=step.verified,
+    )
+
+
+def _vllm_bytes_of(step: Says) -> bytes:
+    spans = [{"version": str(step.version), "start": 0, "end": len(step.ids)}]
+    # An end id of the model's own has no stop reason there.
+    reason = step.matched if step.matched != (step.ids or [None])[-1] else None
+    return a_vllm_reply(
+        list(step.ids),
+        finish=step.finish,
+        stop_reason=reason,
+        weight_versions=spans if step.ids else [],
     )
 
 

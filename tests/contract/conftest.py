@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.sim_process import SimProcess, sim_process
+from tests import generate_stage
+from tests.contract.sim_process import KINDS, SimProcess, sim_process
 from tests.toy import toy_renderer
 
 
@@ -32,3 +33,11 @@ def sim(tmp_path_factory: pytest.TempPathFactory, vocabulary: Path) -> Iterator[
     folder = tmp_path_factory.mktemp("sim")
     with sim_process(folder, vocabulary, *CALL_THEN_ANSWER) as running:
         yield running
+
+
+@pytest.fixture(params=KINDS)
+def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both protocols, one after the other, for what goes over HTTP."""
+    kind: str = request.param
+    monkeypatch.setattr(generate_stage, "PROTOCOL", kind)
+    return kind

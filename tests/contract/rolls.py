@@ -96,7 +96,7 @@ async def rolled(
             limits={"max_context": 8192} | dict(limits or {}), **fields,
         )  # fmt: skip
         sample = (await generate(stage)).samples
-        asked, requests = engine.asked, list(engine.server.requests)
+        asked, requests = engine.asked, engine.bodies
     assert isinstance(sample, Sample)
     earlier = len(stage.sample.calls)
     if not earlier:

@@ -48,7 +48,7 @@ async def attempted(
         assert isinstance(engine, OverHttp)
         stage = a_stage(engine, generate, first=first, sampling=Sampling(**sampling))
         ending = await stage.run()
-        return ending, [body["input_ids"] for body in engine.server.requests]
+        return ending, [body["input_ids"] for body in engine.bodies]
 
 
 def delivered(ending: Ending) -> Sample:

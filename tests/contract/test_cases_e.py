@@ -28,6 +28,7 @@ from worker.tito.masks import on_policy_mask
 from worker.tools import FunctionTool
 from worker.types import AssistantMessage, GenerateInput, GenerateOutput, ToolCall
 
+pytestmark = pytest.mark.usefixtures("protocol")
 variants = pytest.mark.parametrize("generate", [single_turn, multi_turn])
 FILL = [1104, 1101, 1108, 1111, 1032, 1110, 1111, 1119, 1046, 1046]
 """Ten plain tokens."""

@@ -15,7 +15,7 @@ from tests.contract.rolls import Recorder, Rolled, call_of, rolled
 from tests.contract.test_cases_e import Calling, f
 from tests.generate_stage import Says, engine_of, given
 from tests.integration.worker.parts import a_run, wait_until
-from tests.scripted_engine import a_reply
+from tests.scripted_engine import a_reply, a_vllm_reply
 from tests.toy import A1, A2, CLOSE, HI, O1, P0, toy_renderer
 from tests.unit.worker.works import a_book, a_work, an_env, leased
 from worker.generate import multi_turn, single_turn
@@ -24,6 +24,7 @@ from worker.tito.ids import prompt_ids
 from worker.tito.load import render_prompt
 from worker.tools import FunctionTool
 
+pytestmark = pytest.mark.usefixtures("protocol")
 variants = pytest.mark.parametrize("generate", [single_turn, multi_turn])
 DONE = "Done.<|im_end|>"
 
@@ -93,8 +94,10 @@ async def test_case_82_no_request_asks_for_less_than_one_token(context: int) -> 
     )
 
 
-async def test_case_83_a_prompt_that_the_engine_cut_is_a_fault_and_not_trained() -> None:
-    cut = a_reply([30, 2], prompt_tokens=6)
+async def test_case_83_a_prompt_that_the_engine_cut_is_a_fault_and_not_trained(
+    protocol: str,
+) -> None:
+    cut = {"sglang": a_reply, "vllm": a_vllm_reply}[protocol]([30, 2], prompt_tokens=6)
     async with engine_of("http", (200, cut)) as engine:
         with pytest.raises(EngineFault, match="saw 6 prompt tokens of the 10") as caught:
             await multi_turn(given(engine, toy_renderer(), HI))
