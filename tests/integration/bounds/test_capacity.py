@@ -105,6 +105,17 @@ def evicted(bench: Bench) -> None:
     assert bench.sweep().evicted == 1
 
 
+def evicted_for_the_last_time(bench: Bench) -> None:
+    bench.call(calls.set_budget("on_stale", "requeue"))
+    bench.call(calls.set_budget("max_stale", 0))
+    bench.enqueue(0)
+    for version in (1, 2):
+        assert bench.lease(f"w{version}")
+        bench.call(calls.set_version(version))
+        assert bench.enqueue(1) == ["full"], "a group that begins anew keeps its place"
+        assert bench.sweep().evicted == 1
+
+
 def stale_at_the_door(bench: Bench) -> None:
     bench.ready(0)
     bench.call(calls.set_budget("max_stale", 0))
@@ -147,6 +158,7 @@ ENDS: dict[str, Callable[[Bench], None]] = {
     "skip": skipped,
     "retire": retired,
     "evicted": evicted,
+    "stale again, and begun anew as often as it may": evicted_for_the_last_time,
     "stale when handed out": stale_at_the_door,
     "seen in a checkpoint": seen,
     "beyond the window": beyond,

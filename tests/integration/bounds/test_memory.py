@@ -23,8 +23,8 @@ SAMPLES_A_GENERATION = N * GROUPS
 LEASE_MS = 10_000
 BODY, TOO_LARGE = b"b" * 400, b"b" * 5000
 KEYS = {
-    "m", "c", "w", "wl", "wh", "ws", "wp", "wa", "cur", "full", "ready", "ctl", "past", "bell",
-    "room",
+    "m", "c", "w", "wl", "wh", "ws", "wp", "wa", "lb", "cur", "full", "ready", "eval", "ctl",
+    "past", "bell", "room",
 }  # fmt: skip
 """All that a run without live groups may have."""
 
@@ -45,28 +45,34 @@ class Life:
         worker = f"{self.generation:012x}"  # a process of its own: none is remembered for ever
         self.generation += 1
         ids = list(range(first, first + GROUPS))
-        late = set(ids[:4])
+        late = {str(g) for g in ids[:4]}
         answers = bench.queue.call_many(
-            [calls.enqueue(g, N, b"p" * 200, timeout_ms=8_000 if g in late else 0) for g in ids]
+            [
+                calls.enqueue(g, N, b"p" * 200, timeout_ms=8_000 if str(g) in late else 0)
+                for g in ids
+            ]
         )
         assert set(answers) == {"new"}
         bench.call(calls.present("producer", f"p{self.generation}"))
         bench.call(calls.present("aggregator", f"a{self.generation}"))
-        bench.call(calls.pause())
+        bench.call(calls.pause("keep", 60))
+        bench.call(calls.confirm(worker, self.generation, 3, b"[]"))
         bench.call(calls.resume())
-        bench.call(calls.set_version(self.generation))
+        bench.call(calls.set_version(self.generation, f"step-{self.generation}"))
+        for place in range(8):  # whose trainer died: nobody acks them
+            bench.enqueue(f"e:{self.generation}:{place}", n=2, timeout_ms=8_000)
         bench.queue.call_many([calls.withdraw(str(ids[-1])), calls.requeue(str(ids[-2]), 0)])
         crashed = self.some(worker, late)
         # What was not completed expires: crashes, and groups whose deadline passes meanwhile.
         assert crashed
         rest = itertools.count()
-        while bench.queue.depths()["live"]:
+        while any(bench.queue.depths()[name] for name in ("live", "evaluations")):
             bench.advance(LEASE_MS + 1)
             self.some(f"{self.generation:06x}{next(rest):06x}", set())
             self.judge()
         self.num_samples += SAMPLES_A_GENERATION
 
-    def some(self, worker: str, late: set[int]) -> int:
+    def some(self, worker: str, late: set[str]) -> int:
         """Lease what waits and end nine in ten; how many were left to expire."""
         bench, rng, left = self.bench, self.rng, 0
         numbers = itertools.count(1)
@@ -75,7 +81,7 @@ class Life:
             fails: list[calls.ScriptCall[str]] = []
             for lease in leases:
                 luck = rng.random()
-                if int(lease.group_index) in late or luck < 0.01:
+                if lease.group_index in late or luck < 0.01:
                     left += 1
                 elif luck < 0.1:
                     fails += self.unlucky(lease, done)
@@ -161,7 +167,9 @@ def check_bounded(life: Life) -> None:
         assert len(client.xinfo_consumers(key + name, group["name"])) == 1
     for name in ("w", "wp", "wa"):
         assert client.zcard(key + name) == 0, name
-    for name in ("wl", "ws", "wh"):
+    assert client.xlen(f"{key}eval") == 0
+    assert client.hlen(f"{key}lb") <= 64
+    for name in ("wl", "ws", "wh", "wc"):
         assert client.hlen(key + name) == 0, name
     assert client.strlen(f"{key}cur") <= 65_536 // 8 + 1
     assert client.hlen(f"{key}c") <= 60

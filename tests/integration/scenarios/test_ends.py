@@ -13,7 +13,8 @@ from rollstream.queue.answers import Lease
 from tests.queue_bench import Bench
 
 RUN_KEYS = {
-    "m", "c", "cur", "w", "wp", "wa", "wl", "ws", "full", "ready", "ctl", "past", "bell", "room",
+    "m", "c", "cur", "w", "wp", "wa", "wl", "ws", "full", "ready", "eval", "ctl", "past", "bell",
+    "room",
 }  # fmt: skip
 """What a run without groups may have: its record, counters, frontier, presence, empty streams."""
 
@@ -30,8 +31,11 @@ STATES = (
 
 
 def groups_in_every_state(bench: Bench) -> dict[str, int]:
-    """One group of three members in each state, and an evaluation."""
+    """One group of three members in each state, an evaluation that ended and one that waits."""
     bench.connect()
+    bench.enqueue("e:math:0", n=3, timeout_ms=10**6)
+    assert set(bench.complete(bench.lease())) == {"ok"}
+    assert [entry.group_index for entry in bench.queue.read_eval(block_s=0)] == ["e:math:0"]
     ids = {state: gid for gid, state in enumerate(STATES)}
     for state in ("delivered", "ready"):
         bench.ready(ids[state], n=3)
@@ -58,6 +62,7 @@ def groups_in_every_state(bench: Bench) -> dict[str, int]:
 def is_empty(bench: Bench) -> bool:
     """Whether nothing of any group is left, and both streams hold and await nothing."""
     assert bench.key_names() <= RUN_KEYS, bench.key_names() - RUN_KEYS
+    assert bench.client.xlen(f"{bench.key}eval") == 0
     for stream, group in (("full", "aggregators"), ("ready", "trainer")):
         assert bench.client.xlen(bench.key + stream) == 0
         assert bench.client.xpending(bench.key + stream, group)["pending"] == 0
@@ -78,7 +83,7 @@ def test_an_aborted_run_leaves_no_key_of_any_group(bench: Bench) -> None:
     assert is_empty(bench)
     counters = bench.counters()
     assert counters["enqueued"] == len(ids) == counters["dropped:run_aborted"]
-    assert counters["e.dropped:run_aborted"] == 1
+    assert counters["e.dropped:run_aborted"] == 2
     assert bench.terminal() == set()  # they may come again, in a new run
     late = [Lease(*entry.decode().split(":")) for entry in leases if b"e:" not in entry]
     assert set(bench.complete(late)) == {"fenced"}
