@@ -26,7 +26,7 @@ LONG_EVERY = 6
 """Of the updates, one in so many takes long: then it shows whether nothing is sent meanwhile."""
 EVALUATION_S = 40.0
 EVALUATED_PROMPTS = 3
-OWN_POST_EVERY = 3
+OWN_POST_EVERY = 2
 """Of the updates, one in so many names the engines' weights itself, within its body."""
 STILL_EVERY = 4
 """Of the updates, one in so many holds the engines still while it pushes."""
@@ -81,7 +81,7 @@ class Trainer:
         mode = scene.modes[len(self.record.updates)]
         label = scene.label_of(version)
         own = version % OWN_POST_EVERY == 0
-        acks_inside = scene.weights_mode != "async" or version % 2 == 0
+        acks_inside = scene.weights_mode != "async" or version % 3 == 0
         if not acks_inside:
             batch.ack()
             self._note_ack(batch)
