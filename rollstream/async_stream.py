@@ -24,7 +24,7 @@ from rollstream.evaluate import EvalPrompt
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted
 from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
-from rollstream.weights import Updating, WeightUpdate
+from rollstream.weights import NOTHING_SAMPLED, Updating, WeightUpdate
 
 T = TypeVar("T")
 
@@ -48,6 +48,8 @@ class AsyncGroupStream:
         self._doing = ThreadPoolExecutor(1, "rollstream-call")
         self._asides: set[threading.Event] = set()
         """Set to end what goes on beside the two threads."""
+        self._blocks: set[asyncio.Task[Any] | None] = set()
+        """Tasks that are in the block of an update."""
         self._closed = False
 
     @classmethod
@@ -175,7 +177,7 @@ class AsyncGroupStream:
             ack=ack,
             post=post,
         )
-        return AsyncUpdating(updating)
+        return AsyncUpdating(updating, self._blocks)
 
     async def engines(self) -> list[str]:
         """Return the root URLs of the engines."""
@@ -213,6 +215,8 @@ class AsyncGroupStream:
         env: str | None = None,
     ) -> EvalResult:
         """Sample prompts to measure the policy, while other tasks go on to train."""
+        if asyncio.current_task() in self._blocks:
+            raise RuntimeError(NOTHING_SAMPLED)
         return await self._aside(
             lambda interrupt: self._stream.evaluate(
                 name, prompts, n, sampling, timeout_s, env, interrupt
@@ -264,14 +268,14 @@ class AsyncGroupStream:
 class AsyncUpdating:
     """One update of the weights, as an asynchronous context manager."""
 
-    def __init__(self, updating: Updating) -> None:
-        self._updating, self._interrupt = updating, threading.Event()
+    def __init__(self, updating: Updating, blocks: set[asyncio.Task[Any] | None]) -> None:
+        self._updating, self._blocks, self._interrupt = updating, blocks, threading.Event()
         self._thread = ThreadPoolExecutor(1, "rollstream-update")
 
     async def __aenter__(self) -> WeightUpdate:
         entering = self._thread.submit(self._updating.enter, self._interrupt)
         try:
-            return await asyncio.wrap_future(entering)
+            update = await asyncio.wrap_future(entering)
         except BaseException as error:
             self._interrupt.set()
             # Behind it in the same thread: nobody will ever leave what it may have entered.
@@ -280,6 +284,8 @@ class AsyncUpdating:
             if isinstance(error, asyncio.CancelledError):
                 await _to_its_end(abandoning)
             raise
+        self._blocks.add(asyncio.current_task())
+        return update
 
     async def __aexit__(
         self,
@@ -287,6 +293,7 @@ class AsyncUpdating:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._blocks.discard(asyncio.current_task())
         leaving = self._thread.submit(lambda: self._updating.leave(is_failed=kind is not None))
         try:
             await _to_its_end(leaving)

@@ -31,7 +31,7 @@ from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted, await_run, say_problems
 from rollstream.urls import redis_url_problem
 from rollstream.waiting import Wait
-from rollstream.weights import Updating, Weights
+from rollstream.weights import NOTHING_SAMPLED, Updating, Weights
 
 ACK_TIMEOUT_S = 60.0
 """How long an ack outlasts a Redis outage."""
@@ -428,15 +428,15 @@ class GroupStream:
 
         Raises:
             ValueError: no prompt, a bad row, n or environment.
-            RuntimeError: inside `updating_weights` of this thread's stream, where nothing runs.
+            RuntimeError: in the block of `updating_weights` itself, where nothing is sampled.
             RunFailed: the run was ended.
             RunLost: there is no such run.
             StreamError: Redis did not answer, and nothing was read; or the stream was closed.
             ConsumerTaken: a later trainer took over.
         """
         self._hold.refuse_if_closed()
-        if self._weights.current is not None:
-            raise RuntimeError("inside updating_weights nothing is sampled: evaluate behind it")
+        if self._weights.block_thread == threading.get_ident():
+            raise RuntimeError(NOTHING_SAMPLED)
         text = self._hold.intake.text
         asked = ask(self.info, name, prompts, n, sampling, timeout_s, env, text=text)
         return run_evaluation(self._hold, self._lock, asked, interrupt or threading.Event())

@@ -40,6 +40,7 @@ BUSY = (
     "this stream is inside updating_weights (or drain): it pauses, sets the version and resumes by "
     "itself, and only one is under way at a time"
 )
+NOTHING_SAMPLED = "inside updating_weights nothing is sampled: evaluate behind it"
 
 
 @dataclass(slots=True)
@@ -108,6 +109,8 @@ class Weights:
         self._busy = threading.Lock()
         self.current: WeightUpdate | None = None
         """The update whose block runs now."""
+        self.block_thread = 0
+        """The thread in whose block it runs; 0 is none."""
         self.figures = Figures()
         self._silent_engines: set[str] = set()
         """Engines of which it was said that they take no version."""
@@ -340,7 +343,9 @@ class Updating:
         self._started_mono_s = 0.0
 
     def __enter__(self) -> WeightUpdate:
-        return self.enter(threading.Event())
+        update = self.enter(threading.Event())
+        self._weights.block_thread = threading.get_ident()
+        return update
 
     def __exit__(
         self,
@@ -403,7 +408,7 @@ class Updating:
             figures, lasted_s = weights.figures, time.monotonic() - self._started_mono_s
             figures.updates, figures.failed = figures.updates + 1, figures.failed + is_failed
             figures.update_s, figures.paused_s = lasted_s, figures.paused_s + lasted_s
-            weights.current = None
+            weights.current, weights.block_thread = None, 0
             weights.give()
 
 

@@ -53,6 +53,8 @@ async def test_async_update_is_the_same_and_leaves_the_loop_free(
             assert await stream.engines() == update.engines == [servers[0].url]
             with pytest.raises(RuntimeError, match="inside updating_weights"):
                 await stream.resume()
+            with pytest.raises(RuntimeError, match="nothing is sampled"):
+                await stream.evaluate("m", ["a"])
         assert servers[0].got[0][1] == {"new_version": "v2", "abort_all_requests": False}
     assert stands(run) == ("running", 2)
     assert stream.version == 2

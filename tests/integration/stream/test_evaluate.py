@@ -231,6 +231,7 @@ def test_evaluate_goes_on_while_another_thread_trains(
         trainer = threading.Thread(target=train)
         trainer.start()
         run.enqueue(*range(6))
+        # Also in the midst of an update: it waits until that is over.
         results = [stream.evaluate("m", ["a", "b"], 2, timeout_s=20) for _ in range(3)]
         while len(seen) < 6:
             run.judge()
@@ -241,6 +242,23 @@ def test_evaluate_goes_on_while_another_thread_trains(
     assert [len(result.flat()) for result in results] == [4, 4, 4]
     assert sorted(seen) == [0, 1, 2, 3, 4, 5]
     nothing_left(run)
+
+
+def test_evaluate_waits_for_an_update_of_another_thread(
+    run: Backstage, connect: Connect, valkey_url: str
+) -> None:
+    stream = connect()
+    found: list[EvalResult] = []
+    evaluating = threading.Thread(
+        target=lambda: found.append(stream.evaluate("m", ["a"], timeout_s=20))
+    )
+    with at_work(run, valkey_url):
+        with stream.updating_weights(1, post=False):
+            evaluating.start()
+            wait_until(lambda: run.queue.client.scard(f"{run.queue.prefix}ge") == 1)
+            assert found == []
+        evaluating.join(20)
+    assert len(found[0].flat()) == 1
 
 
 def test_two_evaluations_at_once_do_not_see_each_other(
