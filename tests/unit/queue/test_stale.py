@@ -183,3 +183,47 @@ def test_stale_groups_are_evicted_in_a_pause_too() -> None:
     bench = _aged("open")
     bench.call(calls.pause())
     assert bench.sweep().evicted == 1
+
+
+def test_case_74_a_group_is_as_old_as_its_first_lease_whenever_it_completes(bench: Bench) -> None:
+    bench.call(calls.set_budget("max_stale", 1))
+    bench.connect()
+    bench.call(calls.set_version(3))
+    bench.enqueue(0, n=3)
+    first, second, third = bench.lease()
+    bench.complete([first, second])
+    bench.call(calls.set_version(4))
+    bench.complete([third])
+    (entry,) = bench.queue.read_full("a", count=1, block_s=0)
+    bench.judge(entry)
+    assert bench.queue.groups([("0", 3)])[0].version_at_lease == 3
+    bench.call(calls.set_version(5))
+    assert bench.deliver(0) == ["stale"]
+    assert _stale(bench) == _counted("ready", 2)
+
+
+def test_case_77_a_prompt_that_is_always_too_slow_ends_visibly_and_keeps_nobody_back() -> None:
+    """It needs three versions where one is allowed; the others need less than one."""
+    bench = fake_bench(max_stale=1, on_stale="requeue", max_requeues=3, cap=4)
+    bench.connect()
+    bench.enqueue(0, n=1)
+    trained, step = 0, 0
+    while bench.state(0) is not None:
+        step += 1
+        assert bench.enqueue(step, n=1) == ["new"]
+        bench.complete([x for x in bench.lease(f"w{step}") if x.group_index != "0"])
+        (entry,) = bench.queue.read_full("a", count=1, block_s=0)
+        bench.judge(entry)
+        assert bench.deliver(step) == ["ok"]
+        trained += bench.ack(step) == ["acked"]
+        bench.call(calls.set_version(step))
+        bench.sweep()
+        assert step <= 20
+    assert trained == step
+    counters = bench.counters()
+    assert (counters["requeued:stale"], counters["dropped:stale"]) == (3, 1)
+    assert _stale(bench) == _counted("running", 4 * 2, 4)
+    (drop,) = bench.queue.past()
+    assert (drop["group_index"], drop["reason"]) == ("0", "stale")
+    assert bench.terminal() == set(range(step + 1))
+    bench.audit()
