@@ -192,10 +192,11 @@ async def update(
 
 
 async def some_running(workers: Sequence[Moving], calls_in_flight: int = 8) -> None:
-    """Wait until so many calls are in flight."""
+    """Wait until so many calls are in flight, and have tokens: one comes every 4 ms."""
     await wait_until(
         lambda: sum(w.gate.in_flight for w in workers) >= calls_in_flight, what="calls in flight"
     )
+    await asyncio.sleep(0.1)
 
 
 # --- the audit -----------------------------------------------------------------------------------
