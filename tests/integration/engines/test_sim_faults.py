@@ -234,6 +234,16 @@ async def test_finish_reason_of_a_fault_in_sglang_is_an_http_error_in_vllm(
         assert finish.get("status_code") == (None if fault == "nan" else status)
 
 
+async def test_abort_that_comes_before_a_fault_is_an_ordinary_abort(policy: Policy) -> None:
+    async with sim_server(policy, latency_s=60.0) as sim:
+        await order(sim, "abort_code", "nan")
+        tasks = [asyncio.create_task(sim.ask("vllm", PROMPT)) for _ in range(2)]
+        await sim.flying(2)
+        await sim.post("/abort_requests")
+        for task in tasks:
+            assert (await task).json()["choices"][0]["finish_reason"] == "abort"
+
+
 async def test_empty_abort_has_id_and_reason_and_next_to_nothing_else(policy: Policy) -> None:
     async with sim_server(policy) as sim:
         await order(sim, "abort_empty", "abort_empty")
@@ -272,7 +282,7 @@ async def test_order_that_makes_no_sense_is_refused(policy: Policy, body: dict[s
 async def test_shares_draw_every_fault_with_a_name_of_its_own(policy: Policy) -> None:
     names = [fault.value for fault in Fault if fault not in NAMED and fault is not Fault.HANG]
     async with sim_server(policy, faults=dict.fromkeys(names, 1 / len(names)), layers=1) as sim:
-        for seed in range(400):
+        for seed in range(300):
             try:
                 await sim.ask("sglang", PROMPT, num=4, seed=seed)
             except httpx.RemoteProtocolError:
@@ -309,8 +319,10 @@ async def test_pause_by_nobody_ends_by_itself_and_leaves_the_pauses_of_others_al
     policy: Policy,
 ) -> None:
     async with sim_server(policy) as sim:
-        await sim.post("/sim/pause", {"seconds": 0.05})
+        await sim.post("/sim/pause", {"seconds": 600})
         assert (await sim.get("/sim"))["paused"] == "freeze"
+        await sim.post("/resume")
+        sim.engine.core.pause_for(0.05)
         assert (await sim.ask("sglang", PROMPT, num=2)).status_code == 200  # hung till then
         assert (await sim.get("/sim"))["paused"] is None
 

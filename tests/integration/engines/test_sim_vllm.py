@@ -98,6 +98,25 @@ async def test_abort_goes_by_the_whole_prefixed_id_only_and_is_answered_first(
         assert [choice_of(await task)["finish_reason"] for task in tasks[2:]] == ["abort"] * 2
 
 
+async def test_abort_of_a_server_has_not_happened_when_it_is_answered(policy: Policy) -> None:
+    async with sim_server(policy, **ONE_MINUTE) as sim:
+        task = asyncio.create_task(sim.ask("vllm", PROMPT, rid="a"))
+        await sim.flying(1)
+        at_answer: list[int] = []
+
+        class Asked:
+            method, path = "POST", "/inference/v1/abort_requests"
+            body = b'{"request_ids":["generate-tokens-a"]}'
+
+            def answer(self, *_: Any) -> None:
+                at_answer.append(len(sim.engine.core.flights))
+
+        sim.engine.handle(Asked())  # type: ignore[arg-type]  # as much as that path asks of one
+        assert (at_answer, len(sim.engine.core.flights)) == ([1], 1)
+        await sim.flying(0)
+        await task
+
+
 async def test_id_of_the_header_wins_over_the_bodys(policy: Policy) -> None:
     async with sim_server(policy) as sim:
         body = {"token_ids": PROMPT, "request_id": "x", "sampling_params": {"max_tokens": 1}}
