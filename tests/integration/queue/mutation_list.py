@@ -220,7 +220,7 @@ MUTATIONS = [
     M("stale groups never begin anew", "*", "run.on_stale == 'requeue'", "false"),
     M("stale groups always begin anew", "*", "run.on_stale == 'requeue'", "true"),
     M("stale groups begin anew for ever", "*",
-      "and tonumber(row.life) < tonumber(run.max_requeues or 1)"),
+      "and life and life < tonumber(run.max_requeues or 1)"),
     M("retire of a stale group drops it", "retire", "if ARGV[3] == 'stale' and", "if false and"),
     M("retire for any reason lets a group begin anew", "retire", "if ARGV[3] == 'stale' and",
       "if"),

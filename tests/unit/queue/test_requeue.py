@@ -308,3 +308,13 @@ def test_park_is_fenced_after_the_lease_expired_or_the_group_ended(bench: Bench)
     for lease in (expired, dropped):
         assert bench.call(calls.park(lease, b"late")) == "fenced"
     assert bench.dump() == before
+
+
+@pytest.mark.parametrize("field", ["score", "prompt", "timeout_ms", "n", "state"])
+def test_a_group_that_lost_what_it_began_with_stays_as_it_is(bench: Bench, field: str) -> None:
+    bench.enqueue(0)
+    bench.lease()
+    bench.client.hdel(f"{bench.key}g:0", field)
+    before = bench.dump()
+    assert bench.call(calls.requeue("0", 0)) == "gone"
+    assert bench.dump() == before

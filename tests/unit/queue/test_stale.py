@@ -227,3 +227,21 @@ def test_case_77_a_prompt_that_is_always_too_slow_ends_visibly_and_keeps_nobody_
     assert (drop["group_index"], drop["reason"]) == ("0", "stale")
     assert bench.terminal() == set(range(step + 1))
     bench.audit()
+
+
+@pytest.mark.parametrize("state", ["open", "ready", "delivered"])
+@pytest.mark.parametrize("field", ["life", "score", "prompt", "timeout_ms", "version"])
+def test_a_damaged_group_that_is_stale_stops_no_sweep_and_no_trainer(
+    state: str, field: str
+) -> None:
+    bench = _aged(state, on_stale="requeue")
+    bench.client.hdel(f"{bench.key}g:0", field)
+    bench.ready(1)
+    if state == "delivered":
+        answer = bench.call(calls.retire("trainer", "0", DropReason.STALE))
+        assert answer == ("requeued" if field == "version" else "dropped")
+    else:
+        assert bench.sweep().evicted == 1
+    assert (bench.state(0) is None) == (field != "version")
+    assert bench.deliver(1) == ["ok"]
+    bench.audit()

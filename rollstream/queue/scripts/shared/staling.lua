@@ -14,15 +14,18 @@ local function end_stale(gid)
     'life', 'version')
   local place = FOUND[row.state]
   if not place then return false, false end
+  -- Of a damaged one there is too little left to begin with.
+  local life = row.score and row.timeout_ms and row.prompt and tonumber(row.life or '')
   local is_renewed = run.on_stale == 'requeue'
-    and tonumber(row.life) < tonumber(run.max_requeues or 1)
+    and life and life < tonumber(run.max_requeues or 1)
   if is_renewed then
     renew(gid, g, row, 'stale')
     call('HINCRBY', K .. 'c', 'requeued:stale', 1)
   elseif not end_group(gid, 'dropped', 'stale', DETAILS[place]) then
     return false, false
   end
-  local age = math.max(0, tonumber(run.version) - tonumber(row.version or run.version))
+  local version = tonumber(run.version)
+  local age = math.max(0, version - (tonumber(row.version or '') or version))
   call('HINCRBY', K .. 'c', 'stale:' .. place, 1)
   call('HINCRBY', K .. 'c', 'stale_age:' .. place, int(age))
   return tonumber(row.n), is_renewed
