@@ -76,7 +76,7 @@ class Lineage:
 
         Args:
             terminal: the checkpoint's ids; None goes on where the run stands.
-            version: the checkpoint's weight version; None takes the run's.
+            version: the checkpoint's weight version; the run's wins where it is higher.
 
         Raises:
             RunMissing: there is no such run.
@@ -88,7 +88,9 @@ class Lineage:
         self._rewind_id = answer.rewind_id
         theirs = self._read_terminal()
         self.terminal = theirs if terminal is None else terminal.copy()
-        self.version = answer.version if version is None else version
+        # Numbers of a line that was abandoned are never used again: engines report them, samples
+        # carry them. And engines below the run's version would get no calls.
+        self.version = max(answer.version, version or 0)
         if self.terminal != theirs:
             self._rewind()
         return self._queue.call(calls.set_version(self.version))

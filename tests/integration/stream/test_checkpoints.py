@@ -251,7 +251,7 @@ def sampled_under(version: int) -> Callable[[int, int], Trajectory]:
     return make
 
 
-def test_versions_count_on_from_a_checkpoint_that_is_older_than_redis(
+def test_versions_count_on_from_the_run_after_a_checkpoint_that_is_older(
     valkey_url: str, run_name: str, connect: Connect
 ) -> None:
     with Backstage(valkey_url, run_name, cap=16, lease_ms=1000, max_stale=2) as run:
@@ -263,25 +263,28 @@ def test_versions_count_on_from_a_checkpoint_that_is_older_than_redis(
             first.set_weight_version(version)
         first.close()
         stream = connect(state=state)
-        assert (stream.version, stream.info.version) == (4, 10)
+        # Weights that were abandoned are 5 to 10, for the engines and in samples; ours are others.
+        assert (stream.version, stream.info.version) == (10, 10)
+        for change in (stream.set_weight_version, stream.updating_weights):
+            with pytest.raises(ValueError, match=r"5 is lower than 10.*count on from stream"):
+                change(5)
         seen = []
-        # Redis keeps 10 until the trainer is there; neither side takes anything for stale by it.
-        for version in range(5, 14):
-            group_index = version
-            run.finish(group_index, make=sampled_under(version - 1))
+        for version in range(11, 15):
+            run.finish(version, make=sampled_under(version - 1))
             batch = stream.next_batch(1, 5)
             assert batch is not None
             seen.append((batch.group_indexes[0], batch.groups[0].staleness))
             batch.ack()
             stream.set_weight_version(version)
-        assert seen == [(version, 0) for version in range(5, 14)]
+        assert seen == [(version, 0) for version in range(11, 15)]
         assert stream.metrics()["stream/dropped"] == 0
         info = run.queue.info()
         assert info is not None
-        assert info.version == 13
+        assert info.version == 14
+        assert stream.state_dict()["weight_version"] == 14
 
 
-def test_bound_on_staleness_holds_by_the_trainers_own_version_after_an_older_checkpoint(
+def test_bound_on_staleness_holds_over_a_line_that_was_abandoned(
     valkey_url: str, run_name: str, connect: Connect
 ) -> None:
     with Backstage(valkey_url, run_name, cap=16, lease_ms=1000, max_stale=2) as run:
@@ -291,8 +294,8 @@ def test_bound_on_staleness_holds_by_the_trainers_own_version_after_an_older_che
         first.set_weight_version(10)
         first.close()
         stream = connect(state=state)
-        run.finish(0, 1, make=sampled_under(0))
-        stream.set_weight_version(3)  # three ahead of what sampled these, and below Redis's
+        run.finish(0, 1, make=sampled_under(8))
+        stream.set_weight_version(11)  # three ahead of what sampled these
         with pytest.raises(StreamStalled):
             stream.next_batch(1, 0.6)
         assert run.queue.counters()["dropped:stale"] == 2
