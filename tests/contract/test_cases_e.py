@@ -1,7 +1,7 @@
 """Cases 66 to 74 and 78 of the public reports: aborts, cuts, resumes and versions, over HTTP.
 
-Not here: 76 (requests during a pause) and 77 (groups that are discarded too often) need pausing
-engines and the requeueing of stale groups, which do not exist yet.
+Elsewhere: 76 (requests during a pause) in tests/e2e/test_paused_engines.py, 77 (groups that are
+discarded too often) in tests/integration/worker/test_slow_prompts.py; both need a whole run.
 """
 
 from __future__ import annotations
