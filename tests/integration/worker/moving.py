@@ -70,6 +70,7 @@ class Moving:
         renderer: Any,
         *,
         url: str = "",
+        kind: str = "sglang",
         engine: Any = None,
         tool: Any = None,
         generate: Any = multi_turn,
@@ -84,7 +85,7 @@ class Moving:
         self.name, self.fidelity = new_incarnation(), Fidelity()
         top = renderer.max_token_id if hasattr(renderer, "max_token_id") else 151_668
         policy = RetryPolicy(abort_wait_s=1.0, probe_interval_s=0.1)
-        self.pool: Any = engine or EnginePool([url], max_token_id=top, policy=policy)
+        self.pool: Any = engine or EnginePool([url], max_token_id=top, policy=policy, kind=kind)
         env = an_env(
             generate, limits=Limits(8, 4096), sampling=Sampling(max_new_tokens=MAX_TOKENS),
             tools={} if tool is None else {tool.name: tool}, resumable=is_resumable(generate),

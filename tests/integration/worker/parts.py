@@ -109,6 +109,7 @@ class Parts:
         fail_after_groups: int = 20,
         sample_timeout_s: float = 60.0,
         retry_delay_s: float = 0.0,
+        whole_groups: bool = False,
         scorer: Any = None,
         render: Any = None,
         rule: EnvRule = EnvRule(),  # noqa: B008 - frozen
@@ -126,7 +127,9 @@ class Parts:
             rollout=a_rollout(book, version=lambda: self.view.version),
             book=book,
             health=self.engines,
-            limits=ShiftLimits(slots, sample_timeout_s, retry_delay_s, fail_after_groups),
+            limits=ShiftLimits(
+                slots, sample_timeout_s, retry_delay_s, fail_after_groups, whole_groups
+            ),
             metrics=self.metrics,
         )
         loaded = [f if isinstance(f, LoadedFilter) else load_filters([f])[0] for f in filters]

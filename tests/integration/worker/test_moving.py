@@ -106,20 +106,21 @@ def executed(*tools: Recorder) -> Counter[str]:
     return Counter(call["expression"] for tool in tools for call in tool.calls)
 
 
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 async def test_samples_that_updates_stop_go_on_at_their_token_on_any_worker(
-    run: Run, start: Start, sim: Sim, qwen3: Any, policy: Policy
+    run: Run, start: Start, sim: Sim, qwen3: Any, policy: Policy, kind: str
 ) -> None:
     tools = [calculator() for _ in range(3)]
-    groups = await enqueue(run)
-    workers = [await start(tool=tools[0])]
+    groups = await enqueue(run, 2 * GROUPS)
+    workers = [await start(tool=tools[0], kind=kind)]
     for tool, host in zip(tools[1:], ("localhost", "127.0.0.1"), strict=True):
         await some_running(workers, 4)
         workers[-1].shift.stop()  # what it parks, another goes on with
-        workers.append(await start(tool=tool, host=host))
+        workers.append(await start(tool=tool, kind=kind, host=host))
         await update(run, sim, workers[0].view.version + 1, "abort", workers)
-    await some_running(workers, 4)
+    await some_running(workers, 1)
     await update(run, sim, workers[0].view.version + 1, "abort", workers)
-    await run.ready(GROUPS)
+    await run.ready(2 * GROUPS)
 
     samples = await delivered(run, groups)
     audit(policy, qwen3, samples)

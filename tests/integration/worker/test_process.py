@@ -122,6 +122,30 @@ async def test_sigterm_gives_back_what_runs_without_charging_it_and_says_goodbye
         await run.audit()
 
 
+async def test_sigterm_parks_what_runs_where_samples_may_go_on_elsewhere(
+    run: Run, options: Options, tmp_path: Path, vocabulary: Path
+) -> None:
+    engine = Sim(tmp_path, vocabulary, latency_s=0, options=("--token-s", "0.25"))
+    engine.start()
+    try:
+        given = options(run.url, engine__urls=engine.url, weights__partial="true")
+        with workers(tmp_path, 1, given) as (one,):
+            await enqueue(run, 4)
+            await leased(run, 16)
+            await asyncio.sleep(1.0)  # four tokens
+            one.process.send_signal(signal.SIGTERM)
+            code = await asyncio.to_thread(one.process.wait, 45)
+    finally:
+        engine.kill()
+    assert code == 0, one.log.read_text()
+    assert (await run.counter("parked"), await run.counter("given_back")) == (16, 0)
+    assert await run.counter("attempts") == await run.counter("crashes") == 0
+    depths = await run.queue.depths()
+    assert (depths["q"], depths["l"]) == (16, 0)
+    assert await run.queue.presence() == {"workers": 0, "producers": 0, "aggregators": 0}
+    await run.audit()
+
+
 async def test_a_worker_outlives_a_restart_of_redis_in_the_middle_of_its_samples(
     run_name: str, options: Options, tmp_path: Path
 ) -> None:

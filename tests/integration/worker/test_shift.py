@@ -88,6 +88,33 @@ async def test_shift_starts_one_member_for_one_ended_member(run: Run) -> None:
     assert len(gate.started) == 11
 
 
+async def test_shift_frees_the_slots_of_whole_groups_only_where_that_is_asked_for(
+    run: Run,
+) -> None:
+    gate = Gate()
+    for g in (1, 2, 3):
+        await run.enqueue(g, 4)
+    parts = run.worker(generate=gate, slots=8, whole_groups=True)
+    parts.start()
+    await wait_until(lambda: len(gate.started) == 8)
+
+    gate.end(1, 0, 1, 2)
+    gate.end(2, 3)
+    await wait_until(lambda: len(parts.shift.held()) == 4, what="four reported members")
+    await settled()
+    assert (len(gate.started), parts.shift.num_busy) == (8, 8)
+
+    gate.end(1, 3)
+    await wait_until(lambda: len(gate.started) == 12)
+    await settled()
+    assert sorted(gate.started[8:]) == [(3, i) for i in range(4)]
+    assert parts.shift.num_busy == 8
+    gate.end(2, 0, 1, 2)
+    gate.end(3, 0, 1, 2, 3)
+    await run.ready(3)
+    await wait_until(lambda: parts.shift.num_busy == 0)
+
+
 async def test_one_member_that_raises_changes_no_sibling_and_all_of_them_land(run: Run) -> None:
     gate = Gate()
     await run.enqueue(1, 4)
