@@ -25,20 +25,24 @@ function change.connect(consumer, number)
   return true
 end
 
--- A label that comes back means the newer version: versions never go down. The lowest go first.
+-- A label that comes back means the newer version: versions never go down. The lowest go first, of
+-- one version the first by name.
 function change.label(version, label)
   local known = tonumber(call('HGET', K .. 'lb', label) or -1)
   if label == '' or tonumber(version) <= known then return false end
   call('HSET', K .. 'lb', label, version)
   while call('HLEN', K .. 'lb') > MAX_LABELS do
-    local labels, oldest, lowest = call('HGETALL', K .. 'lb'), nil, math.huge
-    for j = 1, #labels, 2 do
-      local number = tonumber(labels[j + 1])
-      if number < lowest then oldest, lowest = labels[j], number end
+    local labels = call('HGETALL', K .. 'lb')
+    local oldest, lowest = labels[1], tonumber(labels[2]) or -1
+    for j = 3, #labels, 2 do
+      local number = tonumber(labels[j + 1]) or -1
+      if number < lowest or (number == lowest and labels[j] < oldest) then
+        oldest, lowest = labels[j], number
+      end
     end
     call('HDEL', K .. 'lb', oldest)
   end
-  return true
+  return call('HEXISTS', K .. 'lb', label) == 1
 end
 
 function change.version(version, label)

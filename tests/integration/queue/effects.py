@@ -298,7 +298,8 @@ def _stale_counted(
                if before.groups[gid].life != after.groups[gid].life}  # fmt: skip
     found = {gid: before.groups[gid].state for gid in renewed}
     for row in (row for _, row in after.drops if row["reason"] == b"stale"):
-        found[row["g"].decode()] = row["state"].decode()
+        if row["g"].isdigit():  # an evaluation is never too old, whatever a trainer says of it
+            found[row["g"].decode()] = row["state"].decode()
     for gid, state in found.items():
         place, version = _FOUND[state], before.groups[gid].number("version")
         if gid in renewed and script == "sweep" and not delta[f"stale:{place}"]:

@@ -33,6 +33,7 @@ MAX_LEASE, FAIR_SHARE, PROMOTE = 256, 8, 256
 MAX_SUSPECTS, SUSPECT_CRASHES, ALONE_CRASHES = 8, 2, 3
 BUDGETS = {"cap", "W", "lease_ms", "max_attempts", "max_crashes", "max_requeues", "max_stale",
            "max_body", "on_stale"}  # fmt: skip
+MAX_LABELS = 64
 ON_STALE = {"drop", "requeue", "deliver"}
 
 
@@ -388,7 +389,7 @@ def _control(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
     elif op == "pause":
         changed = m["state"] == "paused" and m["pause_mode"] != args[1]
     elif op == "label":
-        changed = int(args[1]) > int(sight.lb.get(args[2], -1))
+        changed = kept_labels(sight, int(args[1]), args[2]) != sight.lb
     elif op == "engines":
         changed = args[1] != m.get("engines", "")
     elif op == "resume" and m["state"] == "paused":
@@ -396,6 +397,13 @@ def _control(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
     elif op == "set":
         changed = m.get(args[1]) != args[2]
     return _words(m, int(m["control_seq"]) + changed)
+
+
+def kept_labels(sight: Sight, version: int, label: str) -> dict[str, str]:
+    """Return the labels that are known once somebody named `version`."""
+    known = sight.lb | {label: str(max(version, int(sight.lb.get(label, -1))))}
+    newest = sorted(known, key=lambda name: (int(known[name]), name))[-MAX_LABELS:]
+    return {name: known[name] for name in newest}
 
 
 def _present(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:

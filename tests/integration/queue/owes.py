@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.integration.queue.oracle import Scene, begins_anew, is_stale, take
+from tests.integration.queue.oracle import Scene, begins_anew, is_stale, kept_labels, take
 from tests.integration.queue.sight import Sight
 
-MAX_LABELS = 64
 VANISHED = ("its record vanished", "its results vanished")
 
 
@@ -219,13 +218,7 @@ def _after_control(args: list[str], answer: Any, scene: Scene, after: Sight) -> 
 
 
 def _check_labels(version: int, label: str, before: Sight, after: Sight) -> None:
-    known = before.lb | {label: str(max(version, int(before.lb.get(label, -1))))}
-    kept = sorted(known, key=lambda name: int(known[name]))[-MAX_LABELS:]
-    if len(known) <= MAX_LABELS:
-        assert after.lb == known, "labels"
-    assert len(after.lb) == len(kept), "how many labels are kept"
-    lowest = min(int(known[name]) for name in kept)
-    assert all(int(version) >= lowest for version in after.lb.values()), "which labels are kept"
+    assert after.lb == kept_labels(before, version, label), "labels"
 
 
 def _after_end(args: list[str], answer: Any, scene: Scene, after: Sight) -> None:

@@ -163,8 +163,18 @@ def test_the_newest_labels_are_kept(bench: Bench) -> None:
     for version in range(1, 71):
         bench.call(calls.set_version(version, f"step-{version}"))
     assert _info(bench).labels == {f"step-{v}": v for v in range(7, 71)}
-    bench.call(calls.set_label(1, "late"))
+    seq = _info(bench).control_seq
+    for _ in range(2):
+        assert bench.call(calls.set_label(1, "late")).control_seq == seq, "nothing to hear of"
     assert "late" not in _info(bench).labels
+
+
+def test_a_label_whose_version_is_damaged_goes_first(bench: Bench) -> None:
+    for version in range(1, 65):
+        bench.call(calls.set_label(version, f"step-{version}"))
+    bench.client.hset(f"{bench.key}lb", "step-40", "no number")
+    bench.call(calls.set_label(65, "step-65"))
+    assert _info(bench).labels == {f"step-{v}": v for v in range(1, 66) if v != 40}
 
 
 def test_a_version_without_a_label_names_none(bench: Bench) -> None:
