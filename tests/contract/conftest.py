@@ -23,7 +23,7 @@ def renderer(request: pytest.FixtureRequest) -> Any:
 
 CALL_THEN_ANSWER = (
     "--tool-rate=1", "--again-rate=0", "--malformed-rate=0", "--think-rate=0", "--split-rate=0.2",
-    "--max-sentences=1", "--replay-layers=2", "--replay-top-k=2",
+    "--max-sentences=1", "--replay-layers=2", "--replay-top-k=2", "--logprobs-mode=processed",
 )  # fmt: skip
 
 

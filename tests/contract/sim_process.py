@@ -111,6 +111,7 @@ async def pool_of(
     wire_dir: Path | None = None,
     retries: int = 0,
     replay: ReplayShape | None = None,
+    check_logprobs: bool = False,
     **bounds: Any,
 ) -> AsyncIterator[EnginePool]:
     """Yield a pool of one protocol on these engines."""
@@ -118,7 +119,7 @@ async def pool_of(
     policy = RetryPolicy(max_retries=retries, **(quick | bounds))
     pool = EnginePool(
         urls, kind=kind, max_token_id=MAX_TOKEN_ID, policy=policy, wire_dir=wire_dir,
-        replay=replay,
+        replay=replay, check_logprobs=check_logprobs,
     )  # fmt: skip
     try:
         await pool.probe()
