@@ -82,6 +82,8 @@ class RunInfo:
     """`keep` or `abort`; empty while the run is not paused."""
     paused_s: float = 0.0
     """How long the pause under way lasted at the latest sweep."""
+    pause_left_s: float | None = None
+    """Until it ends by itself, from the latest sweep on; None: it lasts, or there is no pause."""
     engines: tuple[str, ...] | None = None
     """The run's engines for every worker; None: each worker's own configuration."""
     on_stale: str = "drop"
@@ -225,6 +227,7 @@ def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
     envs = decode_envs(raw.pop("envs", None))
     m = {name: text_of(value) for name, value in raw.items()}
     paused = m["state"] == "paused"
+    pause_until = int(m.get("pause_until", 0)) if paused else 0
     return RunInfo(
         run=run,
         schema=int(m["schema"]),
@@ -254,6 +257,7 @@ def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
         labels={text_of(label): int(version) for label, version in pairs_of(labels)},
         pause_mode=m.get("pause_mode", "") if paused else "",
         paused_s=max(0, int(m["clock"]) - int(m["paused_at"])) / 1000 if paused else 0.0,
+        pause_left_s=max(0, pause_until - int(m["clock"])) / 1000 if pause_until else None,
         engines=tuple(json.loads(m["engines"])) if "engines" in m else None,
         on_stale=m.get("on_stale", "drop"),
         max_requeues=int(m.get("max_requeues", 1)),

@@ -30,9 +30,11 @@ def test_a_pause_ends_at_its_deadline_and_everybody_hears_so(bench: Bench) -> No
     bench.advance(19_999)
     assert (_info(bench).state, _info(bench).pause_mode) == ("paused", "abort")
     assert _info(bench).paused_s == pytest.approx(19.999, abs=0.001)
+    assert _info(bench).pause_left_s == pytest.approx(0.001, abs=0.001)
     bench.advance(1)
     info = _info(bench)
     assert (info.state, info.pause_mode, info.paused_s) == ("running", "", 0.0)
+    assert info.pause_left_s is None
     assert info.control_seq == seq + 1
     assert _words(bench) == [("pause", "abort"), ("resume", "")]
     assert bench.counters() == {"enqueued": 1, "pauses": 1, "pauses_expired": 1}
@@ -56,7 +58,7 @@ def test_a_deadline_of_a_group_goes_on_where_an_expired_pause_stopped_it(bench: 
 def test_a_pause_without_a_deadline_lasts(bench: Bench) -> None:
     bench.call(calls.pause())
     bench.advance(100 * LEASE_MS)
-    assert _info(bench).state == "paused"
+    assert (_info(bench).state, _info(bench).pause_left_s) == ("paused", None)
 
 
 def test_a_second_pause_replaces_mode_and_deadline(bench: Bench) -> None:
