@@ -23,7 +23,7 @@ from rollstream.sample import UNKNOWN_VERSION
 
 from .client import EngineClient, Look
 from .discovery import Ask, NoAnswer, check_spec, engines_of, is_moving, unique
-from .faults import Detail, rule_of
+from .faults import Detail, fault, rule_of
 from .logprob_mode import Mode, find_mode
 from .member import Member, PoolCounters, RetryPolicy
 from .states import ALIVE, State
@@ -294,6 +294,21 @@ class Fleet:
             self.refresh()
         elif 0 <= version < sent <= known:
             self.look_soon(member)
+
+    def check_named(
+        self, member: Member, versions: Sequence[tuple[int, int, int]], sent: int
+    ) -> None:
+        """Refuse (`bad_reply`) a reply of weights that nobody named, where replies name theirs.
+
+        The engine began anew: such tokens would be recorded as of the version at dispatch.
+        """
+        if all(version != UNKNOWN_VERSION for version, _, _ in versions):
+            member.names_replies |= bool(versions)
+        elif self._policy.require_version and sent > 0 and member.names_replies:
+            member.label, member.counters.version = None, UNKNOWN_VERSION
+            self.refresh()
+            self.look_soon(member)
+            raise fault(Detail.BAD_REPLY, f"{member.client.url}: weights that nobody named")
 
     def failed(self, member: Member, error: EngineFault) -> None:
         """Count a fault against an engine; enough in a row put it aside."""

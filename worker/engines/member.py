@@ -106,6 +106,7 @@ class Member:
         "looks_failed",
         "mode",
         "mode_name",
+        "names_replies",
         "pause_ended_at",
         "paused",
         "salt",
@@ -130,6 +131,8 @@ class Member:
         self.pause_ended_at = -float("inf")
         self.label: str | int | None = None
         """Of its weights, as it said last."""
+        self.names_replies = False
+        """Its replies say whose weights sampled them."""
         self.mode: Mode | None = None
         """Of its log-probs; None until it was asked (again, after it had been away)."""
         self.mode_name = ""

@@ -228,6 +228,7 @@ class EnginePool:
                     version=sent,
                     salt=sent if salt is None else salt,
                 )
+                self._fleet.check_named(member, completion.versions, sent)
             except EngineFault as error:
                 await self._after(error, member, call)
             else:

@@ -247,6 +247,30 @@ async def test_old_reply_lowers_nothing_but_an_engine_that_fell_back_is_found_ou
         await wait_until(lambda: states(pool)[a.url] == "behind")
 
 
+async def test_reply_of_an_engine_that_began_anew_is_refused_before_a_look_finds_out() -> None:
+    named = a_reply(weight_version="3")
+    async with two("3", "3") as (a, b, pool):
+        pool.set_version(3, {})
+        a.steps[:] = [named, a_reply(weight_version="default")]
+        b.steps[:] = [named]
+        key = key_of(pool, a.url)
+        assert (await ask(pool, key)).engine == a.url
+        a.weight_version = "default"
+        completion = await ask(pool, key)
+        assert (completion.engine, completion.versions) == (b.url, [(3, 0, 5)])
+        assert len(a.requests) == 2  # it was tried there, and what came was not believed
+        assert states(pool) == {a.url: "behind", b.url: "up"}
+
+
+async def test_reply_without_a_name_is_taken_where_replies_never_had_one() -> None:
+    async with two("3", "3") as (a, _, pool):
+        pool.set_version(3, {})
+        a.steps[:] = [a_reply(drop=["weight_version"])] * 2
+        key = key_of(pool, a.url)
+        assert [(await ask(pool, key)).engine for _ in range(2)] == [a.url] * 2
+        assert states(pool)[a.url] == "up"
+
+
 async def test_try_is_sent_under_the_version_and_salt_of_its_time() -> None:
     async with (
         scripted((500, b""), a_reply([59], weight_version="8")) as engine,
