@@ -181,6 +181,16 @@ def test_bubble_of_a_worker_whose_calls_go_on_is_what_entering_waits_for() -> No
     assert bubbles_ms(record)[1] == pytest.approx(20)
 
 
+@pytest.mark.parametrize("why", ["killed", "stood_still"])
+def test_update_that_waits_for_something_else_has_no_bubble(why: str) -> None:
+    record = a_timing((1, a_call(9.0, 10.01)), (1, a_call(10.55, 11)))
+    if why == "killed":
+        record.killed[5] = 9.9
+    else:
+        record.stood_still.append((9.8, 10.01))
+    assert bubbles_ms(record) == {}
+
+
 @pytest.mark.parametrize(
     "calls",
     [
@@ -201,7 +211,8 @@ def a_row(**changes: Any) -> Row:
     good: dict[str, Any] = {
         "updates": Counter(scene.updates), "samples": 100, "executions": 100, "evaluations": 2,
         "stopped": 50, "resumed": 10 if scene.partial else 0, "mixed": 5, "mixed_calls": 5,
-        "disturbances": {"abort_all": 3}, "bubbles_ms": [50.0] * 100, "kills": scene.kills,
+        "disturbances": {"abort_all": 3, "restart": scene.restarts}, "bubbles_ms": [50.0] * 100,
+        "kills": scene.kills, "stops": scene.stops, "failed_updates": 1,
     }  # fmt: skip
     return Row(scene, **(good | changes))
 
@@ -240,6 +251,7 @@ def test_report_in_which_nothing_was_resumed_or_something_without_partial_is_no_
         {"mixed": 0},
         {"mixed_calls": 0},
         {"disturbances": {}},
+        {"failed_updates": 0},
         {"bubbles_ms": []},
     ],
 )

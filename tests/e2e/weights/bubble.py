@@ -16,8 +16,9 @@ has never stopped, and adds 0. So an update's bubble holds the confirmation by e
 post of the version to every engine, version and resume over the control stream, and the first new
 calls; not the engine's own work on new weights.
 
-Updates that a killed worker was waited for are left out: for one lease after its last beat it
-counts as live, so entering waits for it up to that long, which `longest_pause_s` shows.
+Left out are updates that wait for something else, which `longest_pause_s` shows: for a worker that
+was killed (for one lease after its last beat it counts as live), and for an engine that somebody
+else had paused (it answers an abort when it goes on).
 
 The *pause* of an update is everything from the call of `updating_weights` to its return, body
 included.
@@ -33,6 +34,7 @@ import numpy as np
 from tests.e2e.weights.record import EngineCall, Record, Update
 from tests.e2e.weights.scenes import LEASE_S
 
+MARGIN_S = 0.2
 LATE_S = 5.0
 """Behind an update; a worker that sends nothing for so long has nothing to send."""
 
@@ -47,7 +49,8 @@ def bubbles_ms(record: Record) -> dict[int, float]:
         calls.sort(key=lambda call: call.started_s)
     found: dict[int, float] = {}
     for update in record.updates:
-        if any(_meets(update, at_s) for at_s in record.killed.values()):
+        waits = [(at_s, at_s + 1.2 * LEASE_S) for at_s in record.killed.values()]
+        if any(_meets(update, *wait) for wait in (*waits, *record.stood_still)):
             continue
         delays = [
             delay
@@ -60,9 +63,9 @@ def bubbles_ms(record: Record) -> dict[int, float]:
     return found
 
 
-def _meets(update: Update, killed_s: float) -> bool:
-    """Return whether a worker that was killed then may still have been waited for."""
-    return killed_s <= update.entered_s and update.asked_s <= killed_s + 1.2 * LEASE_S
+def _meets(update: Update, since_s: float, until_s: float) -> bool:
+    """Return whether something that lasted so long may have held it up, or the calls behind it."""
+    return since_s <= update.done_s + MARGIN_S and update.asked_s <= until_s
 
 
 def _delay_s(calls: list[EngineCall], update: Update) -> float | None:

@@ -21,6 +21,7 @@ from tests.e2e.weights.truth import POLICY
 
 WORKER_READY = '"worker_ready"'
 """What a worker logs once it leases."""
+DRAIN_S = 0.3
 LATENCY_S, TOKEN_S = 0.03, 0.004
 """Of the engines: a reply takes a few tenths of a second, so that most updates meet one."""
 
@@ -139,6 +140,8 @@ def tables(
             "max_turns": scenes.MAX_TURNS,
             "concurrency": scenes.CONCURRENCY,
             "lease_s": scenes.LEASE_S,
+            # Shorter than a sample: some are stopped half-way when a worker is asked to end.
+            "drain_s": DRAIN_S,
         },
         "weights": weights,
         "reward": {"kind": "deterministic_random"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
@@ -27,12 +28,14 @@ class Disturber:
 
     Attributes:
         done: how often it did what, as far as an engine took it.
+        stood_still: from when to when an engine was paused.
         findings: what an engine refused.
     """
 
     def __init__(self, protocol: Protocol, urls: Sequence[str], seed: int) -> None:
         self.done: Counter[str] = Counter()
         self.findings: list[str] = []
+        self.stood_still: list[tuple[float, float]] = []
         self._protocol, self._urls = protocol, list(urls)
         self._draw = random.Random(seed)
         self._stop = threading.Event()
@@ -60,14 +63,16 @@ class Disturber:
         while not self._stop.wait(draw.uniform(*PEACE_S)):
             url = draw.choice(self._urls)
             if draw.random() < ABORTS:
-                self._note("abort_all", posts.abort_everything(self._protocol, url))
+                self.note("abort_all", posts.abort_everything(self._protocol, url))
                 continue
-            mode = draw.choice(posts.PAUSES[self._protocol])
-            self._note(f"pause_{mode}", posts.pause(self._protocol, url, mode))
+            mode, since = draw.choice(posts.PAUSES[self._protocol]), time.time()
+            self.note(f"pause_{mode}", posts.pause(self._protocol, url, mode))
             self._stop.wait(draw.uniform(*PAUSE_S))
             posts.go_on(self._protocol, url)
+            self.stood_still.append((since, time.time()))
 
-    def _note(self, what: str, status: int) -> None:
+    def note(self, what: str, status: int) -> None:
+        """Count what an engine was asked for, or keep that it refused."""
         if status == 200:
             self.done[what] += 1
         else:

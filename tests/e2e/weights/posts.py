@@ -50,6 +50,11 @@ def go_on(protocol: Protocol, url: str) -> int:
     return post(url, "/continue_generation", {})
 
 
+def restart(url: str) -> int:
+    """Have a simulated engine lose what it is doing, and its weights: it is as at its start."""
+    return post(url, "/sim/restart", {})
+
+
 PAUSES = {
     Protocol.SGLANG: ("in_place", "retract", "abort"),
     Protocol.VLLM: ("keep", "abort"),

@@ -133,6 +133,12 @@ class Record:
     engine_calls: dict[str, EngineCall] = field(default_factory=dict)
     killed: dict[int, float] = field(default_factory=dict)
     """Processes that the stage killed → when, on the wall clock."""
+    stopped: int = 0
+    """Workers that were asked to end, and started again."""
+    failed_updates: int = 0
+    """Updates whose body raised."""
+    stood_still: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when somebody else had an engine paused, on the wall clock."""
     disturbances: dict[str, int] = field(default_factory=dict)
     accounting_difference: int = 0
     audit_problems: list[str] = field(default_factory=list)

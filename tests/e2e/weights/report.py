@@ -58,6 +58,8 @@ class Row:
     evaluated: int = 0
     """Samples."""
     kills: int = 0
+    stops: int = 0
+    failed_updates: int = 0
     disturbances: dict[str, int] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
     """By where it was found, and `requeued`."""
@@ -82,6 +84,7 @@ class Row:
         row.evaluations = len(record.evaluations)
         row.evaluated = sum(len(one.samples) for one in record.evaluations)
         row.kills, row.disturbances = len(record.killed), dict(record.disturbances)
+        row.stops, row.failed_updates = record.stopped, record.failed_updates
         row.stale = {
             name.removeprefix("stale:"): count
             for name, count in sorted(record.counters.items())
@@ -122,6 +125,8 @@ class Row:
             "evaluations": self.evaluations,
             "evaluated": self.evaluated,
             "kills": self.kills,
+            "stops": self.stops,
+            "failed_updates": self.failed_updates,
             "disturbances": self.disturbances,
             "stale": self.stale,
             "oldest_handed_out": self.oldest_handed_out,
@@ -193,10 +198,13 @@ class Report:
                 "stopped replies": (row.stopped, scene.updates.get("abort", 0)),
                 "engines' aborts and pauses": (sum(row.disturbances.values()), 1),
                 "killed workers": (row.kills, scene.kills),
+                "stopped workers": (row.stops, scene.stops),
+                "restarted engines": (row.disturbances.get("restart", 0), scene.restarts),
+                "failed updates": (row.failed_updates, 1),
             }
             if scene.bound != 0:
                 # Without staleness a step's groups are done before its update: all stand still.
-                least["updates with a bubble"] = (len(row.bubbles_ms), scene.num_updates // 2)
+                least["updates with a bubble"] = (len(row.bubbles_ms), scene.num_updates // 4)
                 least["samples of several versions"] = (row.mixed, 1)
                 least["replies of several versions"] = (row.mixed_calls, 1)
             found += [
@@ -232,6 +240,8 @@ class Report:
                 "evaluations": self._sum("evaluations"),
                 "evaluated": self._sum("evaluated"),
                 "kills": self._sum("kills"),
+                "stops": self._sum("stops"),
+                "failed_updates": self._sum("failed_updates"),
                 "stale": dict(stale),
                 "seconds": round(self.seconds, 1),
                 "scenes": [row.to_dict() for row in self.rows],

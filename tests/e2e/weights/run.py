@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.demo.children import ChildFailed, stop_all
+from examples.demo.children import Child, ChildFailed, stop_all
 from examples.devserver import DevServer
+from tests.e2e.weights import posts
 from tests.e2e.weights import trainer as trainer_module
 from tests.e2e.weights.breaks import BREAKS
 from tests.e2e.weights.cast import WORKER_READY, Cast, assemble
@@ -129,36 +130,46 @@ class Stage:
         """Let the trainer train to the end of the data, and worse things happen meanwhile."""
         trainer = Trainer(self.redis_url, record, cast.urls)
         draw = random.Random(self.seed)
-        kills = _kill_points(self.scene)
-        restarts: list[tuple[float, Any]] = []
+        acts = _acts(self.scene)
+        supervised = Supervised(cast.workers)
         limit = time.monotonic() + SCENE_S
         with Disturber(self.scene.protocol, cast.urls, self.seed) as disturber:
             thread = trainer.start()
             while thread.is_alive():
                 thread.join(TICK_S)
-                now = time.monotonic()
-                if kills and trainer.batches >= kills[0]:
-                    kills.pop(0)
-                    victim = draw.choice(cast.workers)
-                    assert victim.process is not None
-                    record.killed[victim.process.pid] = time.time()
-                    victim.kill()
-                    restarts.append((now + RESTART_S, victim))
-                for at, child in [entry for entry in restarts if entry[0] <= now]:
-                    restarts.remove((at, child))
-                    child.start()
-                self._check_children(cast, {id(child) for _, child in restarts})
-                if now > limit:
+                while acts and trainer.batches >= acts[0][0]:
+                    self._act(acts.pop(0)[1], cast, record, supervised, draw, disturber)
+                supervised.look()
+                self._check_children(cast, supervised)
+                if time.monotonic() > limit:
                     raise SceneFailed(f"{self.scene.name}: no end within {SCENE_S:g} s")
         record.disturbances = dict(disturber.done)
+        record.stood_still = disturber.stood_still
         record.findings += disturber.findings
         if trainer.error is not None:
             error = trainer.error
             raise SceneFailed(f"{self.scene.name}: {type(error).__name__}: {error}") from error
 
-    def _check_children(self, cast: Cast, down: set[int]) -> None:
+    def _act(
+        self, act: str, cast: Cast, record: Record, supervised: Supervised, draw: random.Random,
+        disturber: Disturber,
+    ) -> None:  # fmt: skip
+        if act == "restart":
+            # Always the same: the other one still serves what the run asks for.
+            disturber.note("restart", posts.restart(cast.urls[0]))
+            return
+        victim = draw.choice([one for one in cast.workers if one.running] or cast.workers)
+        if act == "stop":
+            victim.ask_to_stop()
+            record.stopped += 1
+        elif victim.process is not None:
+            record.killed[victim.process.pid] = time.time()
+            victim.kill()
+        supervised.expect_end_of(victim)
+
+    def _check_children(self, cast: Cast, supervised: Supervised) -> None:
         for child in cast.everyone:
-            if id(child) not in down and child.exit_code not in (None, 0):
+            if not supervised.expects(child) and child.exit_code not in (None, 0):
                 raise child.failure()
 
     def _close(self, cast: Cast, record: Record) -> None:
@@ -171,10 +182,41 @@ class Stage:
                 record.findings.append(f"{child.name} ended with {child.exit_code}")
 
 
-def _kill_points(scene: Scene) -> list[int]:
-    """Return behind which batches a worker is killed: spread over the updates."""
-    step = scene.num_updates / (scene.kills + 1)
-    return [max(1, int(step * (number + 1))) for number in range(scene.kills)]
+class Supervised:
+    """Workers that are started again once they have ended, as compose does it."""
+
+    def __init__(self, workers: Sequence[Child]) -> None:
+        self._workers = workers
+        self._expected: list[Child] = []
+        self._due: dict[str, float] = {}
+
+    def expect_end_of(self, worker: Child) -> None:
+        """Start it again when it has ended."""
+        self._expected.append(worker)
+
+    def expects(self, child: Child) -> bool:
+        """Whether it may be gone."""
+        return child in self._expected
+
+    def look(self) -> None:
+        """Start again what has been down long enough."""
+        now = time.monotonic()
+        for worker in list(self._expected):
+            if worker.running:
+                continue
+            if now >= self._due.setdefault(worker.name, now + RESTART_S):
+                if worker.exit_code not in (0, -9):
+                    raise worker.failure()
+                del self._due[worker.name]
+                self._expected.remove(worker)
+                worker.start()
+
+
+def _acts(scene: Scene) -> list[tuple[int, str]]:
+    """Return what is done behind which batch: spread over the updates, in turn."""
+    names = ["kill"] * scene.kills + ["stop"] * scene.stops + ["restart"] * scene.restarts
+    step = scene.num_updates / (len(names) + 1)
+    return [(max(1, int(step * (number + 1))), name) for number, name in enumerate(names)]
 
 
 def _vocabulary() -> Path:

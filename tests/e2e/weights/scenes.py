@@ -51,6 +51,12 @@ class Scene:
     """The engines have names of their own for the versions, as `step-7`."""
     kills: int = 0
     """How often a worker is killed."""
+    stops: int = 0
+    """How often a worker is asked to end (SIGTERM), and started again."""
+    restarts: int = 0
+    """How often an engine begins anew, with the weights that it had at first."""
+    moves: bool = False
+    """Once the trainer names one engine alone, and later all of them again."""
     evaluations: int = 2
 
     @property
@@ -94,13 +100,14 @@ def full_scenes(updates: int) -> list[Scene]:
     both: dict[Mode, int] = {"keep": share, "abort": share}
     few: dict[Mode, int] = {"abort": max(2, share // 3)}
     return [
-        Scene("sglang", Protocol.SGLANG, False, both, max_staleness=2, on_stale="drop", kills=1),
+        Scene("sglang", Protocol.SGLANG, False, both, max_staleness=2, on_stale="drop", kills=1,
+              restarts=1),
         Scene("sglang-partial", Protocol.SGLANG, True, both, max_staleness=3, on_stale="requeue",
-              kills=1),
+              stops=1, restarts=1),
         Scene("vllm", Protocol.VLLM, False, both, max_staleness=2, on_stale="requeue",
-              labels=True),
+              labels=True, stops=1, moves=True),
         Scene("vllm-partial", Protocol.VLLM, True, both, on_stale="deliver", max_staleness=1,
-              mask_offpolicy=True, kills=1),
+              mask_offpolicy=True, kills=1, restarts=1),
         Scene("on-policy", Protocol.SGLANG, True, few, weights_mode="on_policy",
               on_stale="requeue", labels=True),
         Scene("colocated", Protocol.VLLM, False, few, weights_mode="colocated",

@@ -6,6 +6,7 @@ Invariant: a batch is in the record before it is acked.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -28,8 +29,14 @@ EVALUATION_S = 40.0
 EVALUATED_PROMPTS = 3
 OWN_POST_EVERY = 2
 """Of the updates, one in so many names the engines' weights itself, within its body."""
+FAILING = 1
+"""Behind so many updates one fails."""
 STILL_EVERY = 4
 """Of the updates, one in so many holds the engines still while it pushes."""
+
+
+class _PushBroke(Exception):
+    """What the trainer's own code raises within an update."""
 
 
 @dataclass(eq=False)
@@ -68,6 +75,7 @@ class Trainer:
         )
         self.batches += 1
         self._evaluate_now_and_then(stream)
+        self._move_engines(stream)
         time.sleep(STEP_S)
         modes = self.record.scene.modes
         if len(self.record.updates) < len(modes):
@@ -85,6 +93,8 @@ class Trainer:
         if not acks_inside:
             batch.ack()
             self._note_ack(batch)
+        if len(self.record.updates) == FAILING:
+            self._fail(stream, version, label if scene.labels else None)
         asked_s = time.time()
         with stream.updating_weights(
             version,
@@ -93,10 +103,10 @@ class Trainer:
             label=label if scene.labels else None,
             ack=batch if acks_inside else None,
             post=not own,
-        ):
+        ) as update:
             entered_s = time.time()
             self._push(
-                label if own else None, still=version % STILL_EVERY == 0,
+                update.engines, label if own else None, still=version % STILL_EVERY == 0,
                 is_long=version % LONG_EVERY == 2,
             )  # fmt: skip
             left_s = time.time()
@@ -105,16 +115,34 @@ class Trainer:
         if acks_inside:
             self._note_ack(batch)
 
-    def _push(self, label: str | None, *, still: bool, is_long: bool) -> None:
+    def _fail(self, stream: GroupStream, version: int, label: str | None) -> None:
+        """Begin an update whose push breaks: the run goes on with the weights that it had."""
+        with contextlib.suppress(_PushBroke), stream.updating_weights(version, label=label):
+            raise _PushBroke
+        self.record.failed_updates += 1
+        if stream.version != version - 1:
+            self.record.findings.append(f"a failed update left version {stream.version}")
+
+    def _move_engines(self, stream: GroupStream) -> None:
+        """Leave one engine out for a while."""
+        third = max(1, self.record.scene.num_updates // 3)
+        if self.record.scene.moves and self.batches == third:
+            stream.set_engines(self.engines[1:])
+        elif self.record.scene.moves and self.batches == 2 * third:
+            stream.set_engines(None)
+
+    def _push(
+        self, engines: Sequence[str], label: str | None, *, still: bool, is_long: bool
+    ) -> None:
         """Give the engines new weights, as far as simulated ones have any."""
         protocol = self.record.scene.protocol
-        for url in self.engines:
+        for url in engines:
             if still:
                 posts.pause(protocol, url, posts.STILL[protocol])
             if label is not None and posts.set_version(url, label) != 200:
                 self.record.findings.append(f"an engine took no version {label}")
         time.sleep(LONG_PUSH_S if is_long else PUSH_S)
-        for url in self.engines if still else ():
+        for url in engines if still else ():
             posts.go_on(protocol, url)
 
     def _note_ack(self, batch: Batch) -> None:
