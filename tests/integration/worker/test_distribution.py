@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -66,6 +67,17 @@ def test_a_rows_own_parameters_mark_its_samples_where_they_are_permitted() -> No
     cut = an_env(sampling=Sampling(top_p=0.9), marks=("top_p",))
     work = a_work(a_book(cut, allow_off_distribution=True), leased(sampling={"top_p": 1.0}))
     assert "off_distribution" not in new_sample(work).metadata
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_an_evaluation_may_sample_as_it_likes_and_a_training_group_of_the_same_row_may_not(
+    name: str,
+) -> None:
+    book, row = a_book(an_env()), leased(7, sampling={name: OFF[name]})
+    evaluation = book.join(dataclasses.replace(row, group_index="e:exam:7"))
+    assert evaluation.problem == ""
+    assert evaluation.sampling.off_distribution() == [name]
+    assert "allow_off_distribution" in book.join(row).problem
 
 
 async def test_rows_that_leave_the_distribution_end_and_the_others_are_sampled(
