@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from redis import exceptions as redis_errors
+from structlog.testing import capture_logs
 
 import worker.reports
 import worker.shift
@@ -182,6 +183,23 @@ async def test_a_retryable_fault_charges_one_attempt_and_runs_the_member_again(r
 
     await run.ready(1)
     assert await run.counter("attempts") == 1
+
+
+async def test_engines_that_are_behind_for_a_moment_after_an_update_are_not_missed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    parts = run.worker(generate=gate)
+    looks = iter([False, False])
+    monkeypatch.setattr(parts.engines, "healthy", lambda: next(looks, True))
+    with capture_logs() as said:
+        parts.start()
+        await run.enqueue(1, 2)
+        await wait_until(lambda: len(gate.started) == 2)
+    assert next(looks, None) is None
+    assert [line for line in said if line["event"] == "no_engine"] == []
+    gate.end(1, 0, 1)
+    await run.ready(1)
 
 
 async def test_without_a_healthy_engine_nothing_is_leased_and_nothing_is_charged(
