@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from rollstream import health
+from rollstream import confirmed, health
+from rollstream.cli.engine_check import engine_findings
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.logprobs import rescored, table
 from rollstream.cli.reach import no_run, queue_of, reached, url_of
@@ -30,12 +29,12 @@ from rollstream.runs import list_runs
 from rollstream.urls import scrub, shown_url
 
 if TYPE_CHECKING:
+    from rollstream.confirmed import EngineView
     from rollstream.queue.blocking import BlockingQueue
     from rollstream.queue.reads import RunInfo
     from rollstream.settings import Settings
 
 PINGS = 5
-ENGINE_PATH = "/model_info"
 _ENDED = ("ended", "failed", "aborting")
 
 
@@ -67,11 +66,12 @@ def doctor(args: argparse.Namespace) -> int:
         args.ca = str(settings.redis.ca)
     report = Report({"redis": shown_url(url)})
     engine = _scoring_engine(args, settings)
+    run: tuple[RunInfo | None, list[EngineView]] = (None, [])
     try:
         with reached(args, url, name) as queue:
             _server(queue, report)
             if name:
-                _run(queue, report)
+                run = _run(queue, report)
             else:
                 _every_run(args, url, queue, report)
                 name = _only_name(args, report)
@@ -84,7 +84,8 @@ def doctor(args: argparse.Namespace) -> int:
         report.problem("reach", scrub(str(error)), "nothing works without Redis",
                        "Start it, or correct the URL, the user or the password")  # fmt: skip
     if settings is not None:
-        _configuration(settings, url, args, report)
+        _engines(settings, args, report, *run)
+        _jobs(settings, url, args, report)
     return _tell(report, args)
 
 
@@ -181,7 +182,8 @@ def _read_info(queue: BlockingQueue, report: Report) -> RunInfo | None:
     return None
 
 
-def _run(queue: BlockingQueue, report: Report) -> None:
+def _run(queue: BlockingQueue, report: Report) -> tuple[RunInfo | None, list[EngineView]]:
+    """Look at one run; return what it is, and its engines as its live workers see them."""
     found = len(report.findings)
     info = _read_info(queue, report)
     if info is None:
@@ -191,7 +193,7 @@ def _run(queue: BlockingQueue, report: Report) -> None:
                 "nothing is trained before it exists",
                 f"Start its producer: python -m producer --run.name {queue.run}",
             )  # fmt: skip
-        return
+        return None, []
     audit = queue.call(calls.audit(deep=True))
     for problem in audit.problems:
         report.problem(
@@ -215,9 +217,10 @@ def _run(queue: BlockingQueue, report: Report) -> None:
                        "nothing is leased any more", "Mend the cause, then abort it: its ids come "
                        "again in a new run with the trainer's checkpoint")  # fmt: skip
     if info.state in _ENDED:
-        return
+        return None, []
     for missing in _missing(info, depths, alive, audit.live):
         report.findings.append(missing)
+    return info, confirmed.engine_views(confirmed.live(queue.confirmations(), info.lease_s))
 
 
 def _log_probs(queue: BlockingQueue, engine: str, limit: int, report: Report) -> None:
@@ -263,15 +266,22 @@ def _missing(
 
 
 # --- the configuration ---------------------------------------------------------------------------
-def _configuration(settings: Settings, url: str, args: argparse.Namespace, report: Report) -> None:
-    report.facts["engines"] = {}
-    for engine in settings.engine.urls:
-        said = _ask_engine(engine, args.timeout_s)
-        report.facts["engines"][shown_url(engine)] = said or "answers"
-        if said:
-            report.problem("engine", f"no engine answers at {shown_url(engine)} ({said})",
-                           "workers lease nothing while none does",
-                           "Start it, or correct engine.urls")  # fmt: skip
+def _engines(
+    settings: Settings,
+    args: argparse.Namespace,
+    report: Report,
+    info: RunInfo | None,
+    views: list[EngineView],
+) -> None:
+    urls = settings.engine.urls if info is None or info.engines is None else info.engines
+    words, findings = engine_findings(
+        urls, settings.engine.kind, timeout_s=args.timeout_s, info=info, views=views
+    )
+    report.facts["engines"] = words
+    report.findings += findings
+
+
+def _jobs(settings: Settings, url: str, args: argparse.Namespace, report: Report) -> None:
     if not any(_is_isolated(settings)):
         return
     jobs = settings.rq.url.get_secret_value() if settings.rq.url is not None else url
@@ -291,18 +301,6 @@ def _configuration(settings: Settings, url: str, args: argparse.Namespace, repor
 def _is_isolated(settings: Settings) -> Iterator[bool]:
     for env in settings.envs().values():
         yield env.reward.kind in env.reward.isolated or env.reward.isolated_share > 0
-
-
-def _ask_engine(url: str, timeout_s: float) -> str:
-    """Return what is wrong with an engine; empty where it answers."""
-    try:
-        with urllib.request.urlopen(f"{url}{ENGINE_PATH}", timeout=timeout_s) as answer:
-            return "" if answer.status == 200 else f"status {answer.status}"
-    except urllib.error.HTTPError as error:
-        error.close()
-        return f"{ENGINE_PATH}: status {error.code}"
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
 
 
 # --- telling -------------------------------------------------------------------------------------
