@@ -51,7 +51,7 @@ def new_transport() -> AiohttpTransport:
         client=lambda: aiohttp.ClientSession(
             connector=LineConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        ),
     )
 
 
@@ -116,41 +116,53 @@ class _Patience:
         bound: the end of all waiting, the reply to the abort included.
     """
 
-    __slots__ = ("_client", "_extend", "_question", "_rid", "_timer", "bound", "over")
+    __slots__ = ("_client", "_extend", "_has_ended", "_question", "_rid", "_timer", "bound", "over")
 
     def __init__(
         self, client: HttpClient, rid: str, bound: asyncio.Timeout, extend: Extension | None
     ) -> None:
         self._client, self._rid, self._extend, self.bound = client, rid, extend, bound
-        self.over = False
+        self.over = self._has_ended = False
         self._timer: asyncio.TimerHandle | None = None
-        self._question: asyncio.Task[None] | None = None
+        self._question: asyncio.Task[float] | None = None
 
     def start(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._run_out)
 
     def stop(self) -> None:
+        """End with the call: nobody is asked, and nothing aborted, for what has its reply."""
+        self._has_ended = True
         if self._timer is not None:
             self._timer.cancel()
         if self._question is not None:
             self._question.cancel()
-            self._question = None
 
     def _run_out(self) -> None:
         if self._extend is None:
             self._end()
         else:
             self._question = asyncio.get_running_loop().create_task(self._ask(self._extend))
+            self._question.add_done_callback(self._answered)
 
-    async def _ask(self, extend: Extension) -> None:
-        """Let whoever knows why say how much longer; no answer is no reason to wait."""
-        more = 0.0
+    async def _ask(self, extend: Extension) -> float:
+        """Let whoever knows say how much longer; no answer is no reason to wait."""
         try:
             async with asyncio.timeout(self._client.answer_limit_s):
-                more = await extend()
-        except TimeoutError:
-            pass
+                return await extend()
+        except (TimeoutError, EngineFault):
+            return 0.0
+
+    def _answered(self, question: asyncio.Task[float]) -> None:
         self._question = None
+        if question.cancelled() or self._has_ended:
+            return
+        error = question.exception()
+        if error is not None:  # a bug of whoever was asked, which must not keep the call for ever
+            message = f"patience with {self._client.url} could not be extended"
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": message, "exception": error}
+            )
+        more = 0.0 if error is not None else question.result()
         if more > 0:
             self.start(more)
         else:

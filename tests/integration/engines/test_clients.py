@@ -165,6 +165,17 @@ async def test_sglang_is_told_the_adapter_of_the_run() -> None:
     assert engine.requests[0]["lora_path"] == "adapters/7"
 
 
+@pytest.mark.parametrize("route", ["generate", "completions"])
+async def test_vllm_is_asked_for_rows_from_the_first_that_is_not_held(route: str) -> None:
+    shape = ReplayShape(RowShape(2, 3))
+    async with engine_and_client("vllm", hang, vllm_route=route, replay=shape) as (engine, client):
+        for start in (0, 4):
+            prompt = replace(PROMPT, replay_start=start)
+            await fault_of(client, prompt=prompt, timeout_s=0.01, limit_s=0.05)
+    asked = [body.get("sampling_params", body) for body in engine.requests]
+    assert [body.get("routed_experts_prompt_start") for body in asked] == [None, 4]
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
@@ -282,6 +293,7 @@ async def test_76_a_call_whose_time_runs_out_while_its_engine_is_paused_is_not_a
     async def extend() -> float:
         asked.append(1)
         if len(asked) == 3:
+            await until(lambda: bool(waiting))
             waiting[0].answer(200, GOOD[kind])
         return 0.02 if len(asked) < 3 else 20.0
 
@@ -316,14 +328,50 @@ async def test_76_whoever_extends_patience_cannot_hold_a_call_beyond_its_deadlin
         await asyncio.sleep(1000)
         return 1000.0
 
+    async def failing() -> float:
+        raise EngineFault("it did not answer", detail="reset")
+
     async with engine_and_client(kind, hang, abort_wait_s=0.05, connect_timeout_s=0.05) as (
         _,
         client,
     ):
-        for hook in (extend, never):
+        for hook in (extend, never, failing):
             fault = await fault_of(client, timeout_s=0.01, limit_s=0.3, extend=hook)
             assert fault.detail == "timeout"
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+@both
+async def test_a_bug_of_whoever_extends_patience_is_said_and_keeps_no_call(kind: str) -> None:
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
+
+    async def broken() -> float:
+        raise LookupError("a bug")
+
+    async with engine_and_client(kind, hang, abort_wait_s=0.05) as (_, client):
+        assert (await fault_of(client, timeout_s=0.01, extend=broken)).detail == "timeout"
+    assert len(said) == 1
+    assert "could not be extended" in said[0]
+
+
+@both
+async def test_76_a_reply_that_arrives_while_it_is_asked_ends_the_asking(kind: str) -> None:
+    waiting: list[Exchange] = []
+    answered = asyncio.Event()
+
+    async def extend() -> float:
+        await until(lambda: bool(waiting))
+        waiting[0].answer(200, GOOD[kind])
+        await answered.wait()
+        return 0.0
+
+    async with engine_and_client(kind, waiting.append) as (engine, client):
+        assert (await ask(client, timeout_s=0.02, extend=extend)).finish is Finish.STOP
+        answered.set()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+    assert not is_abort(kind, engine), "nobody aborts what has ended"
 
 
 async def test_an_older_vllm_is_aborted_where_it_listens() -> None:

@@ -218,6 +218,21 @@ def test_what_the_actions_mean_is_what_the_rules_do() -> None:
 
 
 # --- replies of vLLM that are believed -----------------------------------------------------------
+@both
+def test_spans_that_end_behind_the_ids_are_a_fault(read: Read) -> None:
+    make = a_reply if read is read_sglang else a_vllm_reply
+    with pytest.raises(EngineFault, match="do not cover 5 tokens"):
+        read(make(weight_versions=spans((0, 2), (2, 6))))
+
+
+@pytest.mark.parametrize("indexes", [[1], [0, 1], [0, 0]])
+def test_a_vllm_reply_of_other_choices_than_the_one_is_a_fault(indexes: list[int]) -> None:
+    one = json.loads(a_vllm_reply())["choices"][0]
+    with pytest.raises(EngineFault) as caught:
+        read_vllm(with_top(a_vllm_reply(), choices=[one | {"index": i} for i in indexes]))
+    assert caught.value.detail == REPLIES["choices"].detail
+
+
 def test_an_older_vllm_names_ids_in_words() -> None:
     content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in IDS]
     assert read_vllm(a_vllm_reply(logprobs={"content": content})).ids.tolist() == IDS
@@ -243,6 +258,8 @@ def test_a_vllm_reply_carries_its_counters() -> None:
     metrics = {"speculative_decoding": drafts | {"acceptance_histogram": [1, 2]}}
     got = read_vllm(with_top(a_vllm_reply(), usage=usage, metrics=metrics))
     assert (got.cache.cached_tokens, got.cache.total_prompt_tokens) == (4, 7)
+    usage["prompt_tokens_details"] = {"cached_tokens": 4000}
+    assert read_vllm(with_top(a_vllm_reply(), usage=usage)).cache.cached_tokens == 7
     spec = got.spec
     assert (spec.spec_accept_token_num, spec.spec_draft_token_num, spec.spec_verify_ct) == (
         10,

@@ -416,6 +416,18 @@ def test_rows_that_were_parked_with_a_gap_are_narrow_again_once_it_is_filled() -
     assert held[:, 0, 0].tolist() == [50, 51, 52, 53, 104, 105]
 
 
+def test_rows_that_no_narrow_type_holds_stay_int32_beside_narrow_ones() -> None:
+    trajectory = Trajectory(prompt_ids(PROMPT), (2,), replay=True)
+    given = Replay(0, rows([300, 301, 302, 303]))
+    trajectory.add_completion(
+        a_completion([4, 5], routed_experts=given), dispatched_version=1, sampling={}
+    )
+    served(trajectory, [6], 2, "uint8")
+    held = finished(trajectory)
+    assert held.dtype == np.int32
+    assert held[:, 0, 0].tolist() == [300, 301, 302, 303, 104]
+
+
 def test_rows_wider_than_int32_are_refused_where_they_cannot_be_one() -> None:
     trajectory = Trajectory(prompt_ids(PROMPT), (2,), replay=True)
     wide = rows([1, 2, 3, 4]).astype(np.int64) << 33
