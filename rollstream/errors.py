@@ -93,7 +93,8 @@ class CapacityTooSmall(StreamError):
     def __init__(self, groups: int, capacity: int, live: int) -> None:
         super().__init__(
             f"a batch of {groups} groups can never fill: capacity is {capacity} and {live} are "
-            f"live; ask for at most {capacity} or raise producer.capacity_groups"
+            f"live; ask for at most {capacity}, or raise producer.capacity_groups (and "
+            "weights.groups_per_step, which bounds it where staleness is)"
         )
         self.groups, self.capacity, self.live = groups, capacity, live
 

@@ -26,6 +26,7 @@ from rollstream.eval_result import EvalResult
 from rollstream.group import INDEX_STRIDE, EnvRule, FinishedGroup, Missing, PromptGroup
 from rollstream.hold import Hold
 from rollstream.lineage import RunMissing
+from rollstream.parameters import problem_of
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo, StoredGroup
@@ -126,6 +127,9 @@ def _group_of(place: int, prompt: EvalPrompt, n: int, sampling: Mapping[str, Any
         what = f"unknown keys {unknown}" if unknown else "no prompt"
         raise ValueError(f"prompt {place}: {what}; a row has {', '.join(_ROW)}")
     row["sampling"] = {**(row.get("sampling") or {}), **sampling}
+    for key, value in row["sampling"].items():
+        if problem := problem_of(key, value):
+            raise ValueError(f"prompt {place}: {problem}")
     row["metadata"] = row.get("metadata") or {}
     row["env"] = row.get("env") or ""
     return PromptGroup(group_index=place, n=n, **row)

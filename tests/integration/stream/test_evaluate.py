@@ -395,6 +395,8 @@ def test_evaluate_refuses_what_is_wrong_and_enqueues_nothing(
         ({"prompts": [{"text": "x"}]}, r"unknown keys \['text'\]"),
         ({"prompts": [{"label": "x"}]}, "no prompt"),
         ({"prompts": [""]}, "prompt 0: no prompt"),
+        ({"prompts": ["x"], "sampling": {"temprature": 0}}, "did you mean temperature"),
+        ({"prompts": ["x"], "sampling": {"top_p": 2}}, "top_p = 2: expected"),
         ({"n": 0}, "n=0"),
         ({"n": 5000}, "n=5000"),
         ({"timeout_s": 0}, "timeout_s"),
