@@ -244,6 +244,7 @@ def test_report_in_which_nothing_was_resumed_or_something_without_partial_is_no_
     "changes",
     [
         {"updates": Counter({"keep": 50})},
+        {"updates": Counter({"abort": 50})},
         {"samples": 3},
         {"executions": 0},
         {"evaluations": 0},

@@ -140,6 +140,7 @@ def tables(
             "max_turns": scenes.MAX_TURNS,
             "concurrency": scenes.CONCURRENCY,
             "lease_s": scenes.LEASE_S,
+            "submission": scene.submission,
             # Shorter than a sample: some are stopped half-way when a worker is asked to end.
             "drain_s": DRAIN_S,
         },

@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str]) -> Options:
         json=given.json,
         seed=given.seed,
         scenes=tuple(scenes),
-        least_updates=given.updates if whole else 1,
+        least_updates=given.updates if whole else 0,
         damage=given.damage,
         keep=given.keep,
     )

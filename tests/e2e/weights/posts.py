@@ -57,7 +57,7 @@ def restart(url: str) -> int:
 
 PAUSES = {
     Protocol.SGLANG: ("in_place", "retract", "abort"),
-    Protocol.VLLM: ("keep", "abort"),
+    Protocol.VLLM: ("keep", "abort", "wait"),
 }
 """Modes of a pause that nobody asked the service about."""
 STILL = {Protocol.SGLANG: "in_place", Protocol.VLLM: "keep"}

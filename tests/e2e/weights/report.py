@@ -192,6 +192,7 @@ class Report:
         for row in self.rows:
             scene = row.scene
             least = {
+                **{f"updates in {m}": (row.updates[m], n) for m, n in scene.updates.items()},
                 "samples": (row.samples, scene.num_updates),
                 "tools that ran": (row.executions, row.samples // 2),
                 "evaluations": (row.evaluations, scene.evaluations),

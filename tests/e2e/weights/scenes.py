@@ -55,6 +55,7 @@ class Scene:
     """How often a worker is asked to end (SIGTERM), and started again."""
     restarts: int = 0
     """How often an engine begins anew, with the weights that it had at first."""
+    submission: Literal["sample", "group"] = "sample"
     moves: bool = False
     """Once the trainer names one engine alone, and later all of them again."""
     evaluations: int = 2
@@ -111,7 +112,7 @@ def full_scenes(updates: int) -> list[Scene]:
         Scene("on-policy", Protocol.SGLANG, True, few, weights_mode="on_policy",
               on_stale="requeue", labels=True),
         Scene("colocated", Protocol.VLLM, False, few, weights_mode="colocated",
-              on_stale="requeue", evaluations=1),
+              on_stale="requeue", evaluations=1, submission="group"),
     ]  # fmt: skip
 
 
