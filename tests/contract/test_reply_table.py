@@ -118,6 +118,7 @@ STOPPED = [F.ABORT, F.ABORT_EMPTY]
 class Met:
     """How a kind of fault is met, as docs/engines.md says; written down here once more."""
 
+    action: Action = Action.FAULT
     again: bool = True
     """The same call is sent again."""
     report: Report = Report.RETRY
@@ -126,13 +127,13 @@ class Met:
     """The engine is told to stop before."""
 
 
-REFUSED = Met(again=False, report=Report.FINAL)
+REFUSED = Met(Action.REFUSE, again=False, report=Report.FINAL)
 MET: dict[Detail, Met] = {
-    D.RESET: Met(aborts=True),
-    D.TIMEOUT: Met(aborts=True),
-    D.UNAVAILABLE: Met(),
-    D.SERVER_ERROR: Met(),
-    D.ABORT_ERROR: Met(),
+    D.RESET: Met(Action.RETRY, aborts=True),
+    D.TIMEOUT: Met(Action.RETRY, aborts=True),
+    D.UNAVAILABLE: Met(Action.RETRY),
+    D.SERVER_ERROR: Met(Action.RETRY),
+    D.ABORT_ERROR: Met(Action.RETRY),
     D.NAN: Met(),
     D.BAD_LOGPROB: Met(),
     D.BAD_TOKEN: Met(),
@@ -416,7 +417,7 @@ def test_every_kind_of_damage_is_a_row_here_and_in_the_table_of_the_worker() -> 
         said = REPLIES.get(ALSO.get(row.fault, row.fault))
         assert said is not None, row.fault
         assert said.detail is row.sglang, row.fault
-        assert said.action is not Action.RESUME
+        assert said.action is MET[row.sglang].action, row.fault
     assert {REPLIES[fault].action for fault in STOPPED} == {Action.RESUME}
     tried = {ALSO.get(row.fault, row.fault) for row in FAULTS} | {*STOPPED, F.OVERFLOW}
     tried |= {row for _, row, _ in WRITTEN} | {"abort_late"}
