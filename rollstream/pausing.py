@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rollstream import confirmed, control, ends
+from rollstream import confirmed, control
 from rollstream.control import PauseMode
 from rollstream.errors import (
     ConsumerTaken,
@@ -143,10 +143,8 @@ class Pausing:
         info = self._hold.queue.info()
         if info is None:
             raise RunMissing(f"Redis has no run {self._hold.queue.run!r}")
-        if (error := ends.failure(info)) is not None:
-            raise error
         if info.state != "paused" or info.control_seq < self._seq:
-            # Resumed by somebody, or a Redis that lost its last moments.
+            # Resumed by somebody, or a Redis that lost its last moments; an ended run says so.
             with self._lock:
                 pause = calls.pause(self._mode, self._deadline_s)
                 self._seq = control.change(self._hold, pause).control_seq

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rollstream.async_stream import AsyncGroupStream
 from rollstream.errors import PauseNotConfirmed, StreamError
 from rollstream.queue import calls
+from rollstream.weights import WeightUpdate
 from tests.backstage import Backstage, wait_until
 from tests.integration.stream.crew import Hand, an_engine
 from tests.integration.stream.test_evaluate import at_work, nothing_left
@@ -174,3 +176,32 @@ async def test_closing_an_async_stream_ends_its_evaluation(run: Backstage, valke
     assert run.queue.client.scard(ge) == 0
     with pytest.raises(StreamError, match="closed"):
         stream.updating_weights(1)
+
+
+async def test_an_update_that_was_entered_as_its_task_was_cancelled_is_ended(
+    run: Backstage, stream: AsyncGroupStream
+) -> None:
+    updating = stream.updating_weights(2, post=False)
+    entered, go_on = threading.Event(), threading.Event()
+    enter = updating._updating.enter
+
+    def slow(interrupt: threading.Event) -> WeightUpdate:
+        update = enter(interrupt)
+        entered.set()
+        go_on.wait(20)
+        return update
+
+    updating._updating.enter = slow  # type: ignore[method-assign]
+
+    async def update() -> None:
+        async with updating:
+            raise AssertionError("entered")
+
+    task = asyncio.create_task(update())
+    await until(entered.is_set)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stands(run) == ("running", 0)
+    await stream.set_weight_version(1)

@@ -231,6 +231,10 @@ def test_the_same_version_again_gives_the_engines_their_weights_once_more(
         for _ in range(2):
             with stream.updating_weights(3):
                 assert stream.engines() == [servers[0].url]
+                # Whom the push went to is told, whoever is named meanwhile.
+                stream.set_engines(["http://127.0.0.1:1"])
+                assert stream.engines() == [servers[0].url]
+            stream.set_engines([servers[0].url])
         assert [body for _, body in servers[0].got] == [
             {"new_version": "3", "abort_all_requests": False}
         ] * 2
@@ -351,6 +355,8 @@ def test_a_worker_that_dies_while_it_is_waited_for_stops_counting_after_its_leas
         assert len(update.workers) == 1
         assert victim.name not in update.workers
         assert update.engines == ["http://a"]
+        # Redis has not even forgotten it yet.
+        assert victim.name in {one.worker for one in run.queue.confirmations()}
     killer.join(20)
 
 
