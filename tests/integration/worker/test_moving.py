@@ -35,6 +35,7 @@ from .moving import (
     executions,
     post,
     some_running,
+    turns_of,
     update,
     versions_of,
 )
@@ -243,6 +244,7 @@ async def test_a_worker_that_is_told_to_stop_parks_what_runs(
     samples = await delivered(run, groups)
     audit(policy, qwen3, samples)
     assert max(engines_of(samples)) == 2
+    assert any(len(turn) > 1 for sample in samples for turn in turns_of(sample)), "inside a turn"
     assert executed(*tools) == executions(samples)
     assert await run.counter("attempts") == await run.counter("crashes") == 0
     assert second.fidelity.counters.unknown == 0
