@@ -280,7 +280,7 @@ async def test_a_reply_that_stays_no_answer_ends_the_attempt_without_a_token(
 
 def patience(row: Row) -> dict[str, float]:
     """Return how long an engine is waited for: the others answer, however slow the machine."""
-    return {"request_timeout_s": 0.5, "abort_wait_s": 0.1} if row.fault is F.HANG else {}
+    return {"request_timeout_s": 1.0, "abort_wait_s": 0.2} if row.fault is F.HANG else {}
 
 
 # --- replies that end or go on -------------------------------------------------------------------
@@ -400,7 +400,7 @@ async def test_what_an_engine_had_when_its_time_was_up_is_not_used(kind: str, qw
     }[kind]
     async with scripted(hang, GOOD[kind]) as engine:
         engine.aborted = lambda _: engine.raw[0].answer(200, partial_reply)
-        ran = await Stage(Scripted(engine), kind, qwen3).run(request_timeout_s=0.3)
+        ran = await Stage(Scripted(engine), kind, qwen3).run(request_timeout_s=1.0)
     assert (ran.report, ran.requests) == (Report.COMPLETE, 2)
     assert ran.counted == {"stop": 1, "timeout": 1}
     assert ran.sample.tokens[ran.sample.prompt_length :].tolist() == IDS
