@@ -99,12 +99,20 @@ class Follower:
         gate.when_idle(self._became_idle)
 
     async def run(self) -> None:
-        """Follow until cancelled."""
-        async with asyncio.TaskGroup() as parts:
-            parts.create_task(self._listen())
-            if self._fleet is not None:
-                parts.create_task(self._keep_telling())
-                parts.create_task(self._keep_aborting())
+        """Follow until cancelled.
+
+        Raises:
+            RunMismatch: another version opened the run anew.
+        """
+        try:
+            async with asyncio.TaskGroup() as parts:
+                parts.create_task(self._listen())
+                if self._fleet is not None:
+                    parts.create_task(self._keep_telling())
+                    parts.create_task(self._keep_aborting())
+        except BaseExceptionGroup as group:
+            # What broke first, as it is: an exit code and a line for people hang on its kind.
+            raise group.exceptions[0] from None
 
     async def _listen(self) -> None:
         # Where the stream ends comes first: a word behind it is heard, one before it is in the
