@@ -148,6 +148,7 @@ class Fleet:
             self.leaving.remove(back)
             back.leaving, back.counters.slot = False, slot
             self.members.append(back)
+            self.look_soon(back)
             return
         try:
             client = self._new_client(url)
@@ -243,7 +244,9 @@ class Fleet:
                 self.open.append(member)
                 member.follow_s = 0.0
             if state is not before:
-                log.info(
+                # Every update of weights leaves all engines behind for a moment.
+                say = log.debug if {state, before} == {State.UP, State.BEHIND} else log.info
+                say(
                     "engine_state",
                     engine=counters.url,
                     state=state.value,
