@@ -147,7 +147,8 @@ MUTATIONS = [
     # --- budgets ---
     M("a give-back is charged", "fail", "if kind == 'back' then",
       f"if kind == 'back' then {_CHARGE}"),
-    M("park is charged", "park", "send_back(gid, g, i)", f"{_CHARGE} send_back(gid, g, i)"),
+    M("park is charged", "park", "send_back(gid, g, i, delay",
+      f"{_CHARGE} send_back(gid, g, i, delay"),
     M("a retry is free", "fail", _CHARGE, "tonumber(call('HGET', g, 'a' .. i) or 0)"),
     M("one attempt more", "fail", "attempts >= tonumber(run.max_attempts)",
       "attempts > tonumber(run.max_attempts)"),

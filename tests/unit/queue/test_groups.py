@@ -447,3 +447,14 @@ def test_completions_of_many_groups_land_in_one_call(bench: Bench) -> None:
     answers = bench.call(calls.complete([Completion(x, b"h", b"b") for x in reversed(leases)]))
     assert sorted(a.left for a in answers if a.left is not None) == sorted([0, 1, 2, 3] * 16)
     assert len(bench.queue.read_full("a", count=100, block_s=0)) == 16
+
+
+def test_a_verdict_on_an_entry_that_the_group_does_not_name_removes_it_and_nothing_else(
+    bench: Bench,
+) -> None:
+    entry = bench.full(0)
+    copy: bytes = bench.client.xadd(f"{bench.key}full", {"g": 0, "n": 2})
+    assert bench.call(calls.verdict("0", copy.decode())) == "noop"
+    assert [i for i, _ in bench.client.xrange(f"{bench.key}full")] == [entry.message_id.encode()]
+    assert bench.judge(entry) == "ready"
+    bench.audit()
