@@ -8,8 +8,10 @@ trajectory that nothing damages: a token or a log-prob of a reply that was a fau
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -428,3 +430,13 @@ def test_every_kind_of_damage_is_a_row_here_and_in_the_table_of_the_worker() -> 
 ALSO = {F.QUEUE_FULL: "503", F.HTTP_408: "503", F.HTTP_429: "503", F.HTTP_404: "400",
         F.ABORT_503: "abort_code"}  # fmt: skip
 """Damages that are one row of the worker's table with another one."""
+
+
+def test_docs_show_the_table_of_replies() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    section = page.partition("## Replies\n")[2].partition("\n## ")[0]
+    row = r"^\| `(\w+)` \| (.+?) \| (?:both|SGLang|vLLM) \| (\w+) \| (?:`(\w+)`)? \|"
+    assert re.findall(row, section, re.MULTILINE) == [
+        (name, seen.reply, seen.action.value, "" if seen.detail is None else seen.detail.value)
+        for name, seen in REPLIES.items()
+    ]
