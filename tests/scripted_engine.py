@@ -143,6 +143,8 @@ class ScriptedEngine:
     """Serves vLLM's control calls, as in dev mode."""
     absent: Sequence[str] = ()
     """Paths that are answered with 404."""
+    off: Sequence[str] = ()
+    """Paths that are answered with 403, as vLLM does without `--enable-scale-out`."""
     url: str = ""
     _server: asyncio.Server | None = None
 
@@ -153,6 +155,10 @@ class ScriptedEngine:
         self.log.append((path, rid))
         if path in self.absent:
             exchange.answer(404, b'{"detail":"Not Found"}')
+        elif path in self.off:
+            exchange.answer(403, b'{"error":{"message":"Scale-out endpoints are disabled."}}')
+        elif path in GENERATIONS and not body:
+            exchange.answer(400, b'{"error":{"message":"Field required"}}')
         elif path in ABORTS:
             exchange.answer(self.abort_status, b'{"success":true}')
             if self.aborted is not None:

@@ -78,6 +78,7 @@ WORDS: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_TOKENS}serving.py": ("generate-tokens-", "-9999.0"),
         "vllm/entrypoints/openai/completion/serving.py": ("cmpl-", "{request_id}-{i}"),
         "vllm/entrypoints/serve/engine/serving.py": ("X-Request-Id",),
+        "vllm/entrypoints/scale_out/factories.py": ("--enable-scale-out", "HTTPStatus.FORBIDDEN"),
         "vllm/v1/engine/core.py": ('self._weight_version = "default"',),
     },
 }

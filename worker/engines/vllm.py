@@ -16,7 +16,7 @@ from rollstream.errors import ConfigError
 
 from ..sampling import Sampling
 from ..types import Completion
-from .checks import UNREADABLE
+from .checks import UNREADABLE, error_text
 from .client import Look
 from .faults import Detail, fault
 from .http_base import ClientOptions, HttpClient, Sent, header_value
@@ -25,6 +25,8 @@ from .vllm_request import PATHS, REQUEST_HEADER, SESSION_HEADER, Route, VllmWrit
 
 _ABSENT = frozenset({404, 405})
 """What a server answers on a path that it does not have."""
+_OFF = _ABSENT | {403}
+"""Likewise, or on one that it was not told to serve (`--enable-scale-out`)."""
 
 
 class _Paused(msgspec.Struct):
@@ -62,6 +64,7 @@ class VllmClient(HttpClient):
         if options.replay is not None and options.replay.indexer is not None:
             raise ConfigError("engine.indexer_topk: vLLM serves no indexer rows; switch it off")
         self._writer = VllmWriter(self._route, model=options.model)
+        self._has_route = False
 
     def _head(self, sampling: Sampling, sent: Sent, *, routing_key: str, salt: int) -> bytes:
         return self._writer.head(sampling, rid=sent.rid, salt=salt, replay=sent.replay)
@@ -88,7 +91,7 @@ class VllmClient(HttpClient):
             item.encode(),
         )
         status, _ = await self.ask("POST", "/inference/v1/abort_requests", body)
-        if status in _ABSENT:  # older servers have it in dev mode and with --tokens-only
+        if status in _OFF:  # older servers have it in dev mode and with --tokens-only
             status, _ = await self.ask("POST", "/abort_requests", body)
         return status
 
@@ -99,8 +102,10 @@ class VllmClient(HttpClient):
         `/health` says so, under an unknown version.
 
         Raises:
-            EngineFault: it did not answer, or says that it is ill.
+            EngineFault: it did not answer, says that it is ill, or does not serve our route.
         """
+        if not self._has_route:
+            await self._find_route()
         paused = await self._said("/is_paused", _Paused)
         info = await self._said("/weight_info", _WeightInfo)
         if paused is None and info is None:
@@ -113,6 +118,21 @@ class VllmClient(HttpClient):
             None if info is None else info.weight_version,
             paused=paused is not None and paused.is_paused,
         )
+
+    async def _find_route(self) -> None:
+        """Learn, by a request that no server runs, whether calls can be sent at all.
+
+        A server without `--enable-scale-out` would refuse each call of each member, for good.
+        """
+        path = PATHS[self._route]
+        status, raw = await self.ask("POST", path, b"{}")
+        if status in _OFF:
+            raise fault(
+                Detail.REFUSED,
+                f"{self.url}{path} answered {status} ({error_text(raw)}): start vllm serve with "
+                "--enable-scale-out, or set engine.vllm_route",
+            )
+        self._has_route = True
 
     async def _said(self, path: str, kind: type[_Said]) -> _Said | None:
         status, raw = await self.ask("GET", path)

@@ -411,7 +411,8 @@ async def test_a_look_says_label_and_pause_and_samples_nothing(kind: str) -> Non
         assert await client.look() == Look("default")
         engine.paused, engine.weight_version = True, "9"
         assert await client.look() == Look("9", paused=True)
-        assert not [path for path in engine.paths() if "health" in path or "generate" in path]
+        assert engine.requests == []
+        assert not [path for path in engine.paths() if "health" in path]
         engine.info_status = 500
         with pytest.raises(EngineFault):
             await client.look()
@@ -424,6 +425,26 @@ async def test_a_vllm_outside_dev_mode_is_there_without_saying_what_it_serves() 
         engine.info_status = 503
         with pytest.raises(EngineFault, match="/health"):
             await client.look()
+
+
+@pytest.mark.parametrize("route", ["generate", "completions"])
+async def test_a_vllm_that_does_not_serve_the_route_says_which_flag_is_missing(route: str) -> None:
+    path = {"generate": "/inference/v1/generate", "completions": "/v1/completions"}[route]
+    async with engine_and_client("vllm", vllm_route=route) as (engine, client):
+        for engine.off, engine.absent in (((path,), ()), ((), (path,))):
+            with pytest.raises(EngineFault, match="--enable-scale-out, or set engine"):
+                await client.look()
+        engine.absent = ()
+        for _ in range(3):
+            assert await client.look() == Look("default")
+        assert engine.paths().count(path) == 3, "once it is there it is not looked for again"
+
+
+async def test_completions_are_aborted_in_dev_mode_where_scale_out_is_off() -> None:
+    async with engine_and_client("vllm", vllm_route="completions") as (engine, client):
+        engine.off = ("/inference/v1/generate", "/inference/v1/abort_requests")
+        assert await client.abort(RID)
+        assert engine.log[-1] == ("/abort_requests", f"cmpl-{RID}-0")
 
 
 @both

@@ -60,7 +60,8 @@ class Sim:
 
     @property
     def num_calls(self) -> int:
-        return self.engine.paths[CALLS[self.kind]]
+        refused = self.engine.counts["refused"]  # a look of vLLM's asks whether the path is there
+        return self.engine.paths[CALLS[self.kind]] - refused
 
     def state(self) -> str:
         return self.pool.states()[0].state.value
