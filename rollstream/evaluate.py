@@ -105,7 +105,7 @@ def ask(
         group.env = _env_of(env or group.env, info.envs)
     slug = _SLUG.sub("_", name)[:64] or "eval"
     token = secrets.token_hex(4)
-    ids = [f"e:{slug}-{token}-{place}" for place in range(len(groups))]
+    ids = [f"e:{slug}-{token}:{place}" for place in range(len(groups))]
     return Asked(name, groups, n, timeout_s, info.envs, text, ids)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollstream.errors import Status, StopReason
+from rollstream.group import sample_index
 from rollstream.sample import Call, Sample, TokenIds
 from tests.e2e.weights.record import (
     Attempt,
@@ -104,6 +105,7 @@ class Hand:
         sample = Sample(
             group_index=int(group) if group.isdecimal() else None,
             member=member,
+            index=sample_index(row, member),
             prompt=prompt,
             metadata={"row": row, "group_id": f"{self.scene.name}-{group}"},
             status=Status.COMPLETED,

@@ -75,6 +75,9 @@ def _twice(record: Record) -> Iterator[Finding]:
                 yield Finding(Kind.TWICE, str(group), f"{what} {count} times", count - 1)
     for group in sorted(set(acked) - set(handed)):
         yield Finding(Kind.TWICE, str(group), "acked, and never handed out")
+    for index, count in Counter(sample.index for sample in record.samples()).items():
+        if count > 1:
+            yield Finding(Kind.TWICE, f"index {index}", f"{count} samples have it", count - 1)
     for batch in record.handed:
         for one in batch.groups:
             members = [sample.member for sample in one.samples]
@@ -185,6 +188,14 @@ def _evaluations(
             question = question_of(int(sample.metadata["row"]))
             name = str(sample.metadata["group_id"]).removeprefix(f"{record.scene.name}-")
             yield from truth.check(sample, question, group=name)
+        for index, count in Counter(sample.index for sample in evaluation.samples).items():
+            if count > 1:
+                yield Finding(
+                    Kind.TWICE,
+                    evaluation.name,
+                    f"{count} samples have the index {index}",
+                    count - 1,
+                )
         for reason in evaluation.missing:
             yield Finding(Kind.DROP, evaluation.name, f"a sample is missing: {reason}")
 
