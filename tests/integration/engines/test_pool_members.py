@@ -251,6 +251,28 @@ async def test_engine_that_is_paused_is_asked_when_the_pause_is_over() -> None:
         assert (await ask(pool)).logprob_mode == "raw"
 
 
+async def test_pause_that_begins_among_the_questions_is_a_pause_and_no_outage() -> None:
+    async with (
+        scripted(one_token("raw", a_reply())) as engine,
+        a_pool(
+            engine.url,
+            check_logprobs=True,
+            request_timeout_s=0.3,
+            abort_wait_s=0.1,
+            probe_interval_s=60.0,
+        ) as pool,
+    ):
+        engine.held = []  # it keeps the questions, and says only then that it is paused
+        probing = asyncio.create_task(pool.probe())
+        await wait_until(lambda: len(engine.requests) > 0)
+        engine.paused = True
+        assert await probing
+        assert pool.states()[0].state == "paused"
+        engine.go_on()
+        await wait_until(lambda: pool.healthy())
+        assert (await ask(pool)).logprob_mode == "raw"
+
+
 async def test_engine_that_says_nothing_of_its_log_probs_is_used() -> None:
     sure = one_token("none", a_reply())
 

@@ -156,6 +156,25 @@ async def test_call_that_waits_for_a_pause_can_be_cancelled_and_leaves_no_place_
     assert len(engine.requests) == 1
 
 
+async def test_place_that_is_granted_as_its_call_is_cancelled_is_given_back() -> None:
+    async with scripted(hang) as engine, a_pool(engine.url, max_in_flight=1) as pool:
+        first = asyncio.create_task(ask(pool))
+        await wait_until(lambda: len(engine.requests) == 1)
+        waiting = asyncio.create_task(ask(pool))
+        await asyncio.sleep(0.01)
+        [member] = pool._fleet.members
+        pool._entrance.leave(member)  # grants the place, which nobody has taken up yet
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert member.counters.in_flight == 0
+        member.counters.in_flight = 1  # the first call has it still
+        engine.raw[0].answer(200, a_reply([7]))
+        await first
+        assert member.counters.in_flight == 0
+    assert len(engine.requests) == 1
+
+
 # --- versions ------------------------------------------------------------------------------------
 async def test_engine_with_older_weights_takes_nothing_until_it_says_otherwise() -> None:
     async with two("4", "4") as (a, b, pool):
@@ -352,8 +371,9 @@ async def test_abort_of_all_is_bounded_where_an_engine_does_not_answer_it() -> N
         assert pool.counters.engines[0].ejections == 0
 
 
-async def test_call_that_breaks_while_all_are_aborted_is_not_tried_again() -> None:
-    async with scripted(hang) as engine, a_pool(engine.url) as pool:
+@pytest.mark.parametrize("retries", [0, 3])
+async def test_call_that_breaks_while_all_are_aborted_is_withheld(retries: int) -> None:
+    async with scripted(hang) as engine, a_pool(engine.url, max_retries=retries) as pool:
 
         def breaks(rid: str) -> None:
             engine.raw[0].answer(500, b"")
