@@ -20,7 +20,7 @@ REPORTS = {
     32: "redis/redis-py#2624, #2665", 34: "redis/redis#9745, #8635",
     36: "microsoft/agent-lightning#480", 37: "radixark/miles#2800", 38: "huggingface/trl#7176",
 }  # fmt: skip
-MAX_LINES = 200
+MAX_LINES = 220
 
 
 def named_in(text: str) -> list[tuple[str, str]]:
