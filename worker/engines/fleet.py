@@ -377,7 +377,7 @@ class Fleet:
     async def _looked(self, member: Member, look: Look) -> None:
         """Take over what an engine said of itself."""
         if self._check_logprobs and member.mode is None and not look.paused:
-            look = await self._learn_mode(member, look)
+            await self._learn_mode(member)
         counters = member.counters
         was = (counters.up, member.paused, counters.version)
         if look.paused and not member.paused:
@@ -394,20 +394,15 @@ class Fleet:
             self.refresh()
         self._follow(member)
 
-    async def _learn_mode(self, member: Member, look: Look) -> Look:
-        """Find out what its log-probs are; return how it is after that.
+    async def _learn_mode(self, member: Member) -> None:
+        """Find out what its log-probs are.
 
         Raises:
-            EngineFault: it answered none of the questions, and is not paused.
+            EngineFault: it answered none of the questions: it is paused by now, or ill, and the next
+                look says which.
         """
         client, limit_s = member.client, min(MODE_TIMEOUT_S, self._policy.request_timeout_s)
-        try:
-            mode = await find_mode(client, self._max_token_id, timeout_s=limit_s)
-        except EngineFault:
-            again = await client.look()
-            if again.paused:  # a pause began meanwhile: it is asked when that is over
-                return again
-            raise
+        mode = await find_mode(client, self._max_token_id, timeout_s=limit_s)
         names = {Mode.SCALED: self._scaled_name, Mode.RAW: "raw", Mode.UNDECIDED: ""}
         member.mode, member.mode_name = mode, names[mode]
         if mode is Mode.RAW and self._scaled:
@@ -418,7 +413,6 @@ class Fleet:
                 engine=client.url,
                 message="its log-probs say nothing of the distribution they are of; it is used",
             )
-        return look
 
     def _unanswered(self, member: Member, error: EngineFault) -> None:
         member.looks_failed += 1

@@ -259,15 +259,15 @@ async def test_pause_that_begins_among_the_questions_is_a_pause_and_no_outage() 
             check_logprobs=True,
             request_timeout_s=0.3,
             abort_wait_s=0.1,
-            probe_interval_s=60.0,
         ) as pool,
     ):
         engine.held = []  # it keeps the questions, and says only then that it is paused
         probing = asyncio.create_task(pool.probe())
         await wait_until(lambda: len(engine.requests) > 0)
         engine.paused = True
-        assert await probing
-        assert pool.states()[0].state == "paused"
+        await wait_until(lambda: pool.states()[0].state == "paused")
+        await probing
+        assert pool.counters.engines[0].ejections == 0
         engine.go_on()
         await wait_until(lambda: pool.healthy())
         assert (await ask(pool)).logprob_mode == "raw"
