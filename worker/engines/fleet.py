@@ -398,8 +398,8 @@ class Fleet:
         """Find out what its log-probs are.
 
         Raises:
-            EngineFault: it answered none of the questions: it is paused by now, or ill, and the next
-                look says which.
+            EngineFault: it answered none of the questions: it is paused by now, or ill, and the
+                next look says which.
         """
         client, limit_s = member.client, min(MODE_TIMEOUT_S, self._policy.request_timeout_s)
         mode = await find_mode(client, self._max_token_id, timeout_s=limit_s)
