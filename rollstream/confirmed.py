@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rollstream.plain import BEYOND_INT64
+
 if TYPE_CHECKING:
     from rollstream.queue.reads import Confirmation
 
@@ -59,9 +61,9 @@ def not_confirmed(
 ) -> str:
     """Return a sentence on the workers that did not obey a pause in time."""
     said = [
-        f"{one.worker} (heard of {one.control_seq} of {control_seq} control words)"
+        f"{plain(one.worker)} (heard of {one.control_seq} of {control_seq} control words)"
         if one.control_seq < control_seq
-        else f"{one.worker} ({one.in_flight} calls in flight)"
+        else f"{plain(one.worker)} ({one.in_flight} calls in flight)"
         for one in missing[:MAX_SHOWN]
     ]
     if len(missing) > MAX_SHOWN:
@@ -79,7 +81,9 @@ def engine_views(alive: Iterable[Confirmation]) -> list[EngineView]:
     for one in alive:
         for row in one.engine_states():
             url = row.get("url")
-            if not isinstance(url, str) or not url or len(url) > MAX_URL_CHARS:
+            if not isinstance(url, str) or not 0 < len(url) <= MAX_URL_CHARS:
+                continue
+            if not url.isprintable():  # no URL that is one: it would write on a terminal
                 continue
             view = views.setdefault(url, EngineView(url))
             view.states[_text(row.get("state"))] += 1
@@ -124,9 +128,14 @@ def _hindrance(view: EngineView, version: int) -> str:
 
 
 def _text(value: Any) -> str:
-    return value[:40] if isinstance(value, str) else "unknown"
+    return plain(value[:40]) if isinstance(value, str) else "unknown"
+
+
+def plain(text: str) -> str:
+    """Return it without control characters, so that it cannot write on a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _count(value: Any) -> int | None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < BEYOND_INT64
     return value if is_count else None

@@ -14,6 +14,7 @@ from rollstream import confirmed
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import the_run
 from rollstream.cli.view import print_json, print_rows
+from rollstream.confirmed import plain
 from rollstream.queue import calls
 from rollstream.queue.reads import Confirmation, RunInfo
 from rollstream.urls import checked_engines
@@ -65,7 +66,7 @@ def _about(view: confirmed.EngineView) -> str:
     version = "no version known" if view.version is None else f"version {view.version}"
     total = view.states.total()
     said = ", ".join(f"{state} for {count} of {total}" for state, count in view.states.items())
-    return _plain(f"{view.state}, {version}, {view.in_flight} calls, {view.kind}; {said}")
+    return plain(f"{view.state}, {version}, {view.in_flight} calls, {view.kind}; {said}")
 
 
 def worker_records(found: Sequence[Confirmation], info: RunInfo) -> list[dict[str, Any]]:
@@ -86,7 +87,7 @@ def worker_records(found: Sequence[Confirmation], info: RunInfo) -> list[dict[st
 
 def print_workers(found: Sequence[Confirmation], info: RunInfo) -> None:
     """Print what each worker confirmed."""
-    rows = {_plain(row["worker"]): _said(row, info) for row in worker_records(found, info)}
+    rows = {plain(row["worker"]): _said(row, info) for row in worker_records(found, info)}
     print_rows("workers", rows or {"none": "is alive"})
 
 
@@ -99,10 +100,6 @@ def _said(row: Mapping[str, Any], info: RunInfo) -> str:
         word = f"heard of {row['control_seq']} of {info.control_seq} control words"
     seen = f"seen {row['age_s']:.1f} s ago" + ("" if row["live"] else ", more than a lease")
     return f"{word}, {row['in_flight']} calls in flight, {seen}"
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"engines": engines}

@@ -14,8 +14,11 @@ from typing import Any
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document."""
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    """Print one JSON document; what would write on a terminal, or cannot be encoded, is escaped."""
+    text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
+    if not text.replace("\n", "").isprintable():
+        text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    print(text)
 
 
 def print_rows(title: str, rows: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ class Read(Generic[T]):
     parse: Callable[[list[Any]], T]
 
 
-_MAX_MS_DIGITS = 20
+_MAX_DIGITS = 20
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Confirmation:
         """Return `engines` read; empty where it is none of ours."""
         try:
             found = json.loads(self.engines)
-        except ValueError:
+        except (ValueError, RecursionError):  # nested a thousandfold: nothing that we write
             return []
         states = found if isinstance(found, list) else []
         return [state for state in states if isinstance(state, dict)]
@@ -197,8 +197,8 @@ def _seconds(milliseconds: str) -> float:
     Raises:
         ValueError: no number, or a larger one than any clock shows: it is damage.
     """
-    if len(milliseconds) > _MAX_MS_DIGITS:
-        raise ValueError(f"{milliseconds[:_MAX_MS_DIGITS]}… ms")
+    if len(milliseconds) > _MAX_DIGITS:
+        raise ValueError(f"{milliseconds[:_MAX_DIGITS]}… ms")
     return int(milliseconds) / 1000
 
 
@@ -339,9 +339,14 @@ def _parse_confirmations(replies: list[Any]) -> list[Confirmation]:
 def _parse_confirmed(record: bytes) -> tuple[int, int, bytes]:
     seq, _, rest = record.partition(b" ")
     in_flight, _, engines = rest.partition(b" ")
-    if not (seq.isdigit() and in_flight.isdigit()):
+    # A number longer than any of ours is as foreign as a word, and Python may refuse to read it.
+    if not (_is_count(seq) and _is_count(in_flight)):
         return -1, 0, b""
     return int(seq), int(in_flight), engines
+
+
+def _is_count(digits: bytes) -> bool:
+    return digits.isdigit() and len(digits) <= _MAX_DIGITS
 
 
 def past_page(prefix: str, before: str, count: int) -> Read[tuple[str, list[dict[str, Any]]]]:

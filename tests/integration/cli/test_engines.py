@@ -110,3 +110,36 @@ def test_stats_counts_evaluations_and_stale_groups_apart(run: Backstage, command
     for row in ("evaluations", "read 3", "dropped, withdrawn 2", "stale, running 4",
                 "requeued, stale 1"):  # fmt: skip
         assert row in rows
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(b"9" * 5000 + b" 0 []", id="endless number"),
+        pytest.param(b"7 " + b"9" * 5000 + b" []", id="endless count"),
+        pytest.param(b"7 0 " + b"[" * 20_000, id="nested"),
+        pytest.param(b"7 0 " + b"[" * 9_000 + b"]" * 9_000, id="nested and closed"),
+        pytest.param(
+            b'7 0 [{"url":"http://\\u001b[31m\\u009b2J\\ud800","state":"\\ud800"}]', id="text"
+        ),
+        pytest.param(b'7 0 [{"url":"http://a","in_flight":' + b"9" * 4000 + b"}]", id="too many"),
+        pytest.param(b"7 0 \xff\xfe", id="no text"),
+        pytest.param("²³ 0 []".encode(), id="other digits"),
+    ],
+)
+def test_what_a_worker_wrote_is_shown_or_ignored_and_breaks_nothing(
+    run: Backstage, command: Command, connect: Callable[..., Any], record: bytes
+) -> None:
+    worker = "w\x1b[31m"
+    run.queue.call(calls.beat(worker, []))
+    run.queue.client.hset(f"{run.queue.prefix}wc", worker, record)
+    for argv in (["engines"], ["engines", "--json"], ["stats"], ["stats", "--json"]):
+        code, out, err = command(*argv)
+        assert (code, err) == (0, "")
+        assert out.replace("\n", "").isprintable()
+        assert len(out) < 10_000
+        if "--json" in argv:
+            assert json.loads(out)["workers"][0]["worker"] == worker
+    stream = connect()
+    assert all(url.isprintable() for url in stream.engines())
+    assert stream.metrics()["stream/workers"] == 1
