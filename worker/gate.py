@@ -17,7 +17,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Protocol
 
-from rollstream.errors import Withheld
+from rollstream.errors import RollstreamError, Withheld
 
 from .engines.faults import Detail, fault
 from .sampling import Sampling
@@ -211,17 +211,23 @@ class GatedEngine:
             Withheld: the gate is shut, or was and the call could not be stopped in time.
         """
         gate = self._gate
-        if gate.position is not Position.OPEN:
-            await gate.passed()
-        # The time is kept here, where a pause is known: for the engine it would go on.
-        async with Passage(gate, deadline_s):
-            return await self._engine.generate(
-                prompt,
-                sampling,
-                routing_key=routing_key,
-                version=version,
-                salt=salt,
-            )
+        try:
+            if gate.position is not Position.OPEN:
+                await gate.passed()
+            # The time is kept here, where a pause is known: for the engine it would go on.
+            async with Passage(gate, deadline_s):
+                return await self._engine.generate(
+                    prompt,
+                    sampling,
+                    routing_key=routing_key,
+                    version=version,
+                    salt=salt,
+                )
+        except RollstreamError:
+            # Some come at once. A function that catches them and calls again would hold the loop
+            # for as long as they do: nobody could stop it, and no pause would ever end.
+            await asyncio.sleep(0)
+            raise
 
     async def probe(self) -> bool:
         """Return whether at least one server answers."""

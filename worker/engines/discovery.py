@@ -80,10 +80,13 @@ def plain_url(url: str) -> str:
     plain = url.strip().rstrip("/")
     try:
         parsed = httpx.URL(plain)
-    except httpx.InvalidURL as error:
+        parsed.host.encode("idna")  # as the resolver will: it raises for a label that none can be
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise ConfigError(f"engine.urls: {url!r}: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(f"engine.urls: {url!r} is not http://host:port or https://host:port")
+    if parsed.query or parsed.fragment:
+        raise ConfigError(f"engine.urls: {url!r}: paths are put behind it, so it has no ? and no #")
     return plain
 
 
@@ -122,7 +125,7 @@ async def _of_name(url: httpx.URL, spec: str, resolve: Resolve) -> list[str]:
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         addresses = await resolve(url.host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise NoAnswer(f"{spec}: {url.host} cannot be resolved: {error}") from None
     if not addresses:
         raise NoAnswer(f"{spec}: {url.host} has no address")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rollstream.errors import EngineFault, Withheld
 
@@ -172,21 +172,33 @@ class Entrance:
 
     def serve(self) -> None:
         """Let those in line in, as far as there are places; called at every change."""
+        stay: list[_Turn] = []
         while self._line:
             turn = self._line[0]
             if not turn.granted.done():
-                member = self.choose(turn.call)
-                if member is None:
+                picky = turn.call.scaled and self.fleet.has_raw
+                member = None if picky and stay else self.choose(turn.call)
+                if member is not None:
+                    member.counters.in_flight += 1
+                    turn.granted.set_result(member)
+                elif picky:
+                    stay.append(turn)  # raw engines may have places for those behind it
+                else:
                     break
-                member.counters.in_flight += 1
-                turn.granted.set_result(member)
             self._line.popleft()
+        if stay and self._only_raw():
+            self._wake(stay)  # each hears that it is refused
+            stay.clear()
+        self._line.extendleft(reversed(stay))
         if self._line and not self.fleet.alive():
             # Nobody will be served soon: each has its own bounded wait for that.
-            for turn in self._line:
-                if not turn.granted.done():
-                    turn.granted.set_result(None)
+            self._wake(self._line)
             self._line.clear()
+
+    def _wake(self, turns: Iterable[_Turn]) -> None:
+        for turn in turns:
+            if not turn.granted.done():
+                turn.granted.set_result(None)
 
     def send_away(self) -> int:
         """Let nobody in that is on its way now; return how many were in line."""
@@ -203,6 +215,8 @@ class Entrance:
         """Wait in line for a place; None where time is over or things changed."""
         turn = _Turn(call)
         self._line.append(turn)
+        if self.fleet.has_raw:
+            self.serve()  # those in front of it may wait for other engines
         try:
             async with asyncio.timeout_at(None if until == NEVER else until):
                 return await turn.granted
@@ -248,9 +262,12 @@ class Entrance:
 
     def _refuse(self) -> None:
         """Raise where there is no engine, not even one that is away, with other log-probs."""
-        if all(member.mode is Mode.RAW for member in self.fleet.members):
+        if self._only_raw():
             raise fault(
                 Detail.REFUSED,
                 "the engines report raw log-probs, and this call samples at a temperature other "
                 "than 1: start them with --logprobs-mode processed_logprobs (vLLM)",
             )
+
+    def _only_raw(self) -> bool:
+        return all(member.mode is Mode.RAW for member in self.fleet.members)

@@ -94,7 +94,7 @@ class Fleet:
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         self._named_anew = asyncio.Event()
-        self._named_to = UNKNOWN_VERSION
+        self._is_labelled = False
         self._found: dict[str, list[str]] = {}
         self.started = self._closed = False
         self._apply(known=not check_logprobs)
@@ -229,14 +229,14 @@ class Fleet:
 
     def refresh(self) -> None:
         """Work out every member's state from the facts, and who takes calls."""
-        # For good: the last engine that names the version may go, and those that began anew
-        # without weights must not take its calls.
-        self._named_to = max([self._named_to, *(member.version for member in self.members)])
-        labelled = self._named_to >= self.version
+        # For good: the last engine that names them may go, or not have been asked since the version
+        # moved, and those that began anew without weights must not take its calls.
+        if self.version > 0:
+            self._is_labelled |= any(member.version >= self.version for member in self.members)
         self.open = []
         self.has_raw = any(member.mode is Mode.RAW for member in self.members)
         for member in self.members:
-            state, before = self._state_of(member, labelled), member.state
+            state, before = self._state_of(member), member.state
             counters = member.counters
             counters.state = state
             counters.lag = self._lag_of(member, state)
@@ -256,7 +256,7 @@ class Fleet:
                 )
         self._changed()
 
-    def _state_of(self, member: Member, labelled: bool) -> State:
+    def _state_of(self, member: Member) -> State:
         if not member.counters.up:
             return State.DOWN
         if member.mode is Mode.RAW and self._scaled:
@@ -266,7 +266,7 @@ class Fleet:
         if self._policy.require_version and self.version > 0:
             if member.version == UNKNOWN_VERSION:
                 # Nobody labels weights here, or everybody but this one, which began anew then.
-                return State.BEHIND if labelled else State.UP
+                return State.BEHIND if self._is_labelled else State.UP
             if member.version < self.version:
                 return State.BEHIND
         return State.UP
@@ -306,7 +306,8 @@ class Fleet:
         The engine began anew: such tokens would be recorded as of the version at dispatch.
         """
         if all(version != UNKNOWN_VERSION for version, _, _ in versions):
-            member.names_replies |= bool(versions)
+            # `default` names version 0 of a fleet in which nobody may ever name another.
+            member.names_replies |= any(version > 0 for version, _, _ in versions)
         elif self._policy.require_version and sent > 0 and member.names_replies:
             member.label, member.counters.version = None, UNKNOWN_VERSION
             self.refresh()
@@ -347,7 +348,8 @@ class Fleet:
         while True:
             await asyncio.sleep(self._policy.probe_interval_s)
             for member in self.members:
-                self.look_soon(member)
+                if member.looking is None:
+                    self.look_soon(member)
 
     def look_soon(self, member: Member) -> asyncio.Task[None]:
         """Look at an engine, or once more behind the look that is under way; never two at once."""
@@ -359,20 +361,22 @@ class Fleet:
 
     async def look(self, member: Member) -> None:
         """Look at an engine and return when that is done; who is cancelled leaves it going."""
+        is_late = member.looking is not None
         await asyncio.wait((self.look_soon(member),))
+        # The look behind it, but no later one: who is slow may be asked again and again meanwhile.
+        if is_late and member.looking is not None:
+            await asyncio.wait((member.looking,))
 
     async def _look(self, member: Member) -> None:
+        member.look_again = False
         try:
-            while True:
-                member.look_again = False
-                try:
-                    await self._looked(member, await member.client.look())
-                except EngineFault as error:
-                    self._unanswered(member, error)
-                if not member.look_again:
-                    return
+            await self._looked(member, await member.client.look())
+        except EngineFault as error:
+            self._unanswered(member, error)
         finally:
             member.looking = None
+        if member.look_again:
+            self.look_soon(member)
 
     async def _looked(self, member: Member, look: Look) -> None:
         """Take over what an engine said of itself."""

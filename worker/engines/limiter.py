@@ -21,13 +21,15 @@ class Limiter:
         limit: the most calls at once; infinite where nothing bounds it yet.
     """
 
-    __slots__ = ("_cap", "_lowered_at", "_step", "limit")
+    __slots__ = ("_answers", "_cap", "_goal", "_lowered_at", "_step", "limit")
 
     def __init__(self, max_in_flight: int = 0) -> None:
         """Start at `max_in_flight`; 0 is no bound until the engine complains."""
         self._cap = float(max_in_flight) if max_in_flight else _UNBOUNDED
         self.limit = self._cap
-        self._step = 1.0
+        self._step = self._goal = 1.0
+        self._answers = True
+        """It answered since the last decrease."""
         self._lowered_at = -_UNBOUNDED
 
     def has_room(self, in_flight: int) -> bool:
@@ -45,8 +47,12 @@ class Limiter:
         if sent_at <= self._lowered_at:
             return False
         held = min(self.limit, float(in_flight))
+        # An engine that turns everything away (it starts) says nothing of how much it takes: it
+        # will be as much as before.
+        self._goal = held if self._answers else max(self._goal, held)
+        self._answers = False
         self.limit = max(1.0, held / 2)
-        self._step = max(1.0, (held - self.limit) / _STEPS)
+        self._step = max(1.0, (self._goal - self.limit) / _STEPS)
         self._lowered_at = now
         return True
 
@@ -56,6 +62,7 @@ class Limiter:
         Args:
             in_flight: calls at the engine, the one that was answered included.
         """
+        self._answers = True
         if self.limit < self._cap and in_flight + 1 > self.limit:
             self.limit = min(self._cap, self.limit + self._step / self.limit)
 

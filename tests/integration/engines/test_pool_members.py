@@ -128,7 +128,10 @@ async def test_pool_without_members_says_so_and_serves_as_soon_as_there_is_one()
 
 async def test_urls_of_the_trainer_that_are_none_are_left_out() -> None:
     async with scripted() as a, scripted() as b, a_pool(a.url) as pool:
-        pool.set_members(["ftp://x", b.url + "/", b.url, "http://"])
+        none = ["ftp://x", "http://", f"http://{'a' * 64}.com", "http://a..b", "http://xn--a:1"]
+        pool.set_members(
+            [*none, b.url + "/", b.url, f"{b.url}?a=b", *(f"dns+{url}" for url in none)]
+        )
         assert urls(pool) == [b.url]
         await wait_until(lambda: up(pool) == {b.url})
         pool.set_members(None)
@@ -222,6 +225,25 @@ async def test_raw_engine_that_joins_later_is_refused_and_the_others_go_on() -> 
         assert len(raw.requests) == asked
         pool.set_members([raw.url])
         assert (pool.healthy(), pool.alive()) == (False, False)
+
+
+async def test_call_that_no_raw_engine_may_have_holds_up_none_that_they_may() -> None:
+    async with (
+        scripted(one_token("raw", a_reply())) as raw,
+        scripted(one_token("temperature", hang)) as scaled,
+        a_pool(raw.url, scaled.url, check_logprobs=True, max_in_flight=1) as pool,
+    ):
+        assert await pool.probe()
+        warm = [asyncio.create_task(ask(pool, temperature=0.6)) for _ in range(3)]
+        await wait_until(lambda: len(pool._entrance._line) == 2)
+        assert (await ask(pool)).engine == raw.url
+        pool._fleet.eject(pool._fleet.members[1])  # it comes back as another
+        scaled.steps[:] = [one_token("raw", a_reply())]
+        for task in warm[1:]:
+            with pytest.raises(EngineFault, match="raw log-probs"):
+                await task
+        assert not pool._entrance._line
+        warm[0].cancel()
 
 
 async def test_engine_that_was_away_is_asked_again() -> None:

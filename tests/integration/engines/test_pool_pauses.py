@@ -221,8 +221,33 @@ async def test_engine_that_began_anew_is_behind_where_another_names_the_version(
         # It never takes calls with the weights of its start, not even as the last one there is.
         assert states(pool) == {a.url: "down", b.url: "behind"}
         assert b.requests == []
-        pool.set_version(8, {})  # whose weights nobody names so far
-        assert states(pool)[b.url] == "up"
+        pool.set_version(8, {})  # nor before anybody was seen to serve the next version
+        assert states(pool) == {a.url: "down", b.url: "behind"}
+        b.weight_version = "8"
+        await wait_until(lambda: states(pool)[b.url] == "up")
+
+
+async def test_engines_that_never_named_another_version_than_their_first_are_used() -> None:
+    async with scripted(a_reply(weight_version="default")) as engine, a_pool(engine.url) as pool:
+        assert [v for v, _, _ in (await ask(pool, version=0)).versions] == [0]
+        pool.set_version(1, {})
+        assert [v for v, _, _ in (await ask(pool)).versions] == [-1]
+
+
+async def test_engine_that_is_slow_to_say_how_it_is_holds_up_nobody_for_ever() -> None:
+    def slowly(exchange: Exchange) -> None:
+        wait_s = 0.05 if exchange.path == "/model_info" else 0.0  # longer than between two looks
+        asyncio.get_running_loop().call_later(wait_s, answer, exchange)
+
+    async with scripted(a_reply()) as engine:
+        answer, engine.handle = engine.handle, slowly  # type: ignore[method-assign]
+        await engine.stop()
+        await engine.start()
+        async with a_pool(engine.url) as pool, asyncio.timeout(15):
+            assert await pool.probe()
+            looks = [asyncio.create_task(pool._fleet.look(pool._fleet.members[0])) for _ in "abc"]
+            pool.set_version(0, {"a": 0})  # asks once more, behind that
+            await asyncio.gather(*looks)
 
 
 async def test_labels_of_the_trainer_mean_their_versions_at_once() -> None:

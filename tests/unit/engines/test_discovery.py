@@ -121,6 +121,15 @@ def test_address_that_is_none_is_refused_by_name(spec: str) -> None:
         EngineTable(urls=(spec,))
 
 
+@pytest.mark.parametrize(
+    "url", [f"http://{'a' * 64}.com", "http://a..b", "http://xn--a", "http://a/b?c", "http://a#b"]
+)
+def test_address_that_no_resolver_takes_or_no_path_fits_behind_is_refused(url: str) -> None:
+    for kind in ("", "dns+", "router+"):
+        with pytest.raises(ConfigError, match=r"engine\.urls"):
+            check_spec(kind + url)
+
+
 def test_settings_take_every_kind_of_address() -> None:
     urls = ("http://a:1", "dns+http://b:2", "router+https://c:3")
     assert EngineTable(urls=urls).urls == urls

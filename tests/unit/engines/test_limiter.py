@@ -58,6 +58,23 @@ def test_limiter_is_back_within_as_many_round_trips_whatever_the_size(held: int)
     assert limiter.limit == held
 
 
+def test_limiter_is_back_as_soon_after_a_storm_that_turned_everything_away() -> None:
+    limiter = Limiter()
+    for now in range(9):
+        limiter.overloaded(in_flight=min(512, limiter.shown or 512), sent_at=now, now=now + 0.5)
+    assert limiter.limit == 1
+    trips = 0
+    while limiter.limit < 512:
+        trips += 1
+        for _ in range(limiter.shown):
+            limiter.answered(in_flight=limiter.shown)
+    assert trips <= 20
+    limiter.overloaded(in_flight=32, sent_at=10.0, now=11.0)  # it answers, so it means this
+    limiter.overloaded(in_flight=16, sent_at=12.0, now=13.0)
+    limiter.answered(in_flight=8)
+    assert 8 < limiter.limit < 9
+
+
 def test_limiter_stays_where_calls_do_not_need_more() -> None:
     limiter = Limiter(64)
     limiter.overloaded(in_flight=64, sent_at=0.0, now=1.0)

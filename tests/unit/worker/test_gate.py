@@ -104,6 +104,28 @@ async def test_abort_refuses_new_calls_and_those_that_waited() -> None:
     assert scene.engine.calls == []
 
 
+async def test_a_function_that_calls_again_and_again_cannot_hold_the_loop() -> None:
+    scene = Scene()
+    scene.gate.move(Position.ABORT)
+    refused = 0
+
+    async def stubborn() -> None:
+        nonlocal refused
+        while refused < 10_000:
+            with contextlib.suppress(Withheld):
+                await scene.gated.generate(
+                    RequestIds((b"1",), 1), Sampling(), routing_key="k", version=0
+                )
+            refused += 1
+
+    task = asyncio.create_task(stubborn())
+    await turns()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert 0 < refused < 10
+
+
 async def test_a_gate_that_was_stopped_stays_shut() -> None:
     scene = Scene()
     scene.gate.stop()
