@@ -7,6 +7,7 @@ the model may have learned it already, so only its ack tells what became of it.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 from collections.abc import Sequence
@@ -41,19 +42,34 @@ def change(hold: Hold, call: ScriptCall[ControlAnswer]) -> ControlAnswer:
     Raises:
         RunMissing: there is no such run.
         RunFailed: it was ended.
+        Fenced: this trainer is not the run's consumer; nothing was changed.
     """
     return change_all(hold, (call,))[0]
 
 
 def change_all(hold: Hold, changes: Sequence[ScriptCall[ControlAnswer]]) -> list[ControlAnswer]:
     """Change the state of a run that goes on, several times in one round trip; see `change`."""
-    answers = hold.queue.call_many(changes)
+    answers = changed(hold, changes)
     state = answers[-1].state
-    if state == "lost":
-        raise RunMissing(f"Redis has no run {hold.queue.run!r}")
     if state not in _LIVE:
         info = hold.queue.info()
         raise RunFailed(f"{state}: {(info and info.error) or 'no reason was given'}")
+    return answers
+
+
+def changed(hold: Hold, changes: Sequence[ScriptCall[ControlAnswer]]) -> list[ControlAnswer]:
+    """Change a run in whatever state, several times in one round trip.
+
+    Raises:
+        RunMissing: there is no such run.
+        Fenced: this trainer is not the run's consumer; nothing was changed.
+    """
+    consumer = hold.lineage.consumer
+    answers = hold.queue.call_many([calls.by(consumer, change) for change in changes])
+    if any(answer.state == "lost" for answer in answers):
+        raise RunMissing(f"Redis has no run {hold.queue.run!r}")
+    if any(answer.consumer != consumer for answer in answers):
+        raise Fenced
     return answers
 
 
@@ -61,9 +77,12 @@ def withdraw(hold: Hold, group_index: int) -> bool:
     """Drop a live group as withdrawn; whether it was.
 
     Raises:
+        RunMissing: there is no such run.
         Fenced: this trainer is not the run's consumer.
+        ConsumerTaken: a later trainer took the run over.
     """
     group_index = operator.index(group_index)
+    hold.lineage.check()
     if _is_out(hold, group_index):
         return False
     answer = hold.queue.call(calls.withdraw(str(group_index)))
@@ -82,8 +101,10 @@ def requeue(hold: Hold, group_index: int) -> bool:
 
     Raises:
         RunMissing: there is no such run.
+        ConsumerTaken: a later trainer took the run over.
     """
     group_index = operator.index(group_index)
+    hold.lineage.check()
     if _is_out(hold, group_index):
         return False
     group = hold.queue.headers([StreamEntry("", str(group_index), 0)])[0]
@@ -101,15 +122,22 @@ def abort_run(hold: Hold, reason: str, timeout_s: float) -> None:
     """End the run, and stay until its live groups are dropped.
 
     Raises:
+        ConsumerTaken: a later trainer took the run over.
         StreamError: Redis did not answer, or groups are left after `timeout_s`.
     """
     limit = time.monotonic() + timeout_s
     reason = reason.encode(errors="replace").decode()
+    hold.patiently(lambda: _check_if_there(hold), timeout_s)
     hold.aborted_here = True
     hold.patiently(lambda: hold.queue.call(calls.abort_run(reason)), timeout_s)
     while hold.patiently(lambda: hold.sweep(1), timeout_s):
         if time.monotonic() > limit:
             raise StreamError(f"run {hold.info.run!r} still drops groups; abort it again")
+
+
+def _check_if_there(hold: Hold) -> None:
+    with contextlib.suppress(RunMissing):  # it is over already
+        hold.lineage.check()
 
 
 def _is_out(hold: Hold, group_index: int) -> bool:

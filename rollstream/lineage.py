@@ -93,7 +93,7 @@ class Lineage:
         self.version = max(answer.version, version or 0)
         if self.terminal != theirs:
             self._rewind()
-        return self._queue.call(calls.set_version(self.version))
+        return self._assert_version()
 
     def check(self) -> ControlAnswer:
         """Compare Redis with what this process knows, and tell Redis again what it forgot.
@@ -107,7 +107,7 @@ class Lineage:
         self.refuse_if_taken()
         server_id = self._read_server_id()
         self._refuse_other_data()
-        answer = self._queue.call(calls.set_version(self.version, self.label))
+        answer = self._assert_version()
         self._refuse_others(answer)
         rolled_back = answer.connects < self.number or server_id != self._server_id
         if rolled_back or self._unsettled:
@@ -115,6 +115,11 @@ class Lineage:
             answer = self._assert_again(answer, server_id)
             self._server_id, self._unsettled = server_id, False
         return answer
+
+    def _assert_version(self) -> ControlAnswer:
+        # Behind a later trainer, or where Redis forgot this one, it changes nothing.
+        call = calls.set_version(self.version, self.label)
+        return self._queue.call(calls.by(self.consumer, call))
 
     def refuse_if_taken(self) -> None:
         """Raise where a later trainer was seen before.
@@ -153,12 +158,13 @@ class Lineage:
             self._fold_above = max(MAX_ABOVE, 2 * self.terminal.num_above)
 
     def _assert_again(self, answer: ControlAnswer, server_id: str) -> ControlAnswer:
-        """A rollback: token and terminal ids are Redis's to learn again (the version has been)."""
+        """A rollback: token, version and terminal ids are Redis's to learn again."""
         self.rollbacks += 1
         # Where Redis forgot this very trainer, somebody older may have acked there meanwhile.
         is_ours = answer.consumer == self.consumer and answer.rewind_id == self._rewind_id
         answer = self._queue.call(calls.connect(self.consumer, self.number))
         self._refuse_others(answer)
+        self._assert_version()
         theirs = self._read_terminal()
         log.warning(
             "redis lost what it knew: asserting again",

@@ -121,9 +121,9 @@ class Weights:
         self._refuse_inside()
         version = self.checked(version)
         with self._lock:
-            lineage = self._hold.lineage
-            lineage.version, lineage.label = version, label
-            (answer,) = self._change([calls.set_version(version, label)], CALL_TIMEOUT_S)
+            hold, call = self._hold, calls.set_version(version, label)
+            hold.lineage.version, hold.lineage.label = version, label
+            (answer,) = hold.patiently(lambda: control.changed(hold, [call]), CALL_TIMEOUT_S)
         self._say_if_higher(answer, version)
 
     def checked(self, version: int) -> int:
@@ -171,13 +171,6 @@ class Weights:
     def _refuse_inside(self) -> None:
         if self._busy.locked():
             raise RuntimeError(BUSY)
-
-    def _change(
-        self, changes: Sequence[ScriptCall[ControlAnswer]], timeout_s: float
-    ) -> list[ControlAnswer]:
-        with self._lock:
-            hold = self._hold
-            return hold.patiently(lambda: hold.queue.call_many(changes), timeout_s)
 
     def _live(
         self, changes: Sequence[ScriptCall[ControlAnswer]], timeout_s: float
@@ -257,6 +250,20 @@ class Weights:
             ack=batches,
             post=post,
         )
+
+    def named(self, plan: Plan) -> list[ScriptCall[ControlAnswer]]:
+        """Return what tells workers the engines' name of the weights that are about to come.
+
+        One that has named other weights keeps that meaning until these are in place: what is
+        sampled meanwhile may be of either, and the older version is the safe answer.
+        """
+        if plan.label is None:
+            return []
+        with self._lock:
+            info = self._hold.patiently(self._hold.queue.info, plan.confirm_s)
+        if info is not None and info.labels.get(plan.label, plan.version) != plan.version:
+            return []
+        return [calls.set_label(plan.version, plan.label)]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -371,8 +378,7 @@ class Updating:
         self._started_mono_s = time.monotonic()
         try:
             weights.checked(plan.version)
-            named = [] if plan.label is None else [calls.set_label(plan.version, plan.label)]
-            self._pausing.begin(plan.mode, plan.deadline_s, plan.confirm_s, named)
+            self._pausing.begin(plan.mode, plan.deadline_s, plan.confirm_s, weights.named(plan))
             alive = self._pausing.await_workers(
                 plan.confirm_s, idle=plan.wait_idle, interrupt=interrupt
             )

@@ -321,6 +321,14 @@ def resume() -> ScriptCall[ControlAnswer]:
     return ScriptCall("control", ("resume",), _parse_control)
 
 
+def by(consumer: str, change: ScriptCall[ControlAnswer]) -> ScriptCall[ControlAnswer]:
+    """Do it only where `consumer` is the run's; the answer's `consumer` says who is.
+
+    For what a trainer changes: one that another was connected after must change nothing any more.
+    """
+    return ScriptCall("control", ("by", consumer, *change.args), change.parse)
+
+
 def set_budget(name: str, value: int | str) -> ScriptCall[ControlAnswer]:
     """Change one budget of `open_run`; the answer's state is `unknown` for any other name.
 
@@ -345,7 +353,8 @@ def set_version(version: int, label: str | None = None) -> ScriptCall[ControlAns
     """Raise the run's weight version (never lowers it); `label` is the engines' own name of it.
 
     Raises:
-        ValueError: the label is longer than 200 characters.
+        ValueError: the label is longer than 200 characters, or cannot be encoded.
+        TypeError: it is no text.
     """
     return ScriptCall("control", ("version", version, _label(label or "")), _parse_control)
 
@@ -354,7 +363,8 @@ def set_label(version: int, label: str) -> ScriptCall[ControlAnswer]:
     """Say what the engines call a version that is still to come; the newest 64 labels are kept.
 
     Raises:
-        ValueError: the label is empty, or longer than 200 characters.
+        ValueError: the label is empty, longer than 200 characters, or cannot be encoded.
+        TypeError: it is no text.
     """
     if not label:
         raise ValueError(f"the label of weight version {version} is empty: give none, or a name")
@@ -368,6 +378,9 @@ def set_engines(urls: Sequence[str] | None) -> ScriptCall[ControlAnswer]:
 
 
 def _label(label: str) -> str:
+    if not isinstance(label, str):
+        raise TypeError(f"label {label!r} is a {type(label).__name__}: expected a text")
+    label.encode()  # a lone surrogate is refused here, and not by Redis
     if len(label) > MAX_LABEL_CHARS:
         raise ValueError(
             f"label {label[:40]!r}… has {len(label)} characters, allowed are {MAX_LABEL_CHARS}"

@@ -1,9 +1,9 @@
 -- control: connect of a trainer, weight version and labels, pause, resume, engines, one budget. All are absolute.
--- argv: connect consumer number | version v label | label v label | pause mode deadline_ms | resume | engines json | set budget value
+-- argv: connect consumer number | version v label | label v label | pause mode deadline_ms | resume | engines json | set budget value | by consumer and any of these but connect
 -- keys: m HASH, lb HASH, d ZSET, ctl STREAM, bell LIST, c HASH
 -- group: -
 -- member: -
--- answer: state version control_seq epoch consumer connects rewind_id | lost | unknown
+-- answer: state version control_seq epoch consumer connects rewind_id (another consumer than `by`: nothing was changed) | lost | unknown
 -- repeat: the same answer, nothing is written but a pause's deadline, which begins anew
 -- uses: clock wake control types pausing
 local BUDGETS = {cap = true, W = true, lease_ms = true, max_attempts = true, max_crashes = true,
@@ -12,7 +12,7 @@ local ON_STALE = {drop = true, requeue = true, deliver = true}
 local MAX_LABELS = 64
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
-  'version', 'connects', 'pause_mode')
+  'version', 'connects', 'pause_mode', 'consumer')
 if not run.state then return {'lost'} end
 local clock = clock_of(run)
 local change = {}
@@ -49,6 +49,10 @@ function change.version(version, label)
   if tonumber(version) <= tonumber(run.version) then return false end
   call('HSET', M, 'version', version, 'label', label or '')
   change.label(version, label or '')
+  -- Without a name it is called by its number, whatever had that name before.
+  if (label or '') == '' and call('HEXISTS', K .. 'lb', version) == 1 then
+    change.label(version, version)
+  end
   return true
 end
 
@@ -88,8 +92,14 @@ end
 
 check_types('ctl bell c lb')
 local op, first, second = unpack(ARGV)
+-- A trainer that a later one followed, or that the server forgot, changes nothing.
+local is_theirs = false
+if op == 'by' then
+  is_theirs = run.consumer ~= first
+  op, first, second = unpack(ARGV, 3)
+end
 if not change[op] or (op == 'set' and not BUDGETS[first]) then return {'unknown'} end
 if op == 'set' and first == 'on_stale' and not ON_STALE[second] then return {'unknown'} end
-if change[op](first, second) then announce(op, first) end
+if not is_theirs and change[op](first, second) then announce(op, first) end
 return call('HMGET', M, 'state', 'version', 'control_seq', 'epoch', 'consumer', 'connects',
   'rewind_id')

@@ -14,6 +14,7 @@ from rollstream.batch import Batch
 from rollstream.errors import ConsumerTaken, RunMismatch, StreamError, StreamStalled
 from rollstream.queue import calls
 from rollstream.queue.keys import READY_CONSUMER, READY_GROUP
+from rollstream.queue.reads import StreamEntry
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage, wait_until
 
@@ -78,6 +79,41 @@ def test_connect_takes_a_run_over_and_the_older_trainer_can_do_nothing_more(
     assert drained(new, groups=1) == [0, 1, 2]
     counters = run.queue.counters()
     assert (counters["acked"], counters.get("reacked", 0)) == (3, 0)
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["unaware", "told before"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda s: s.set_weight_version(9),
+        lambda s: s.updating_weights(9, post=False).__enter__(),
+        lambda s: s.drain(1),
+        lambda s: s.pause("abort"),
+        lambda s: s.resume(),
+        lambda s: s.set_engines(["http://zombie:1"]),
+        lambda s: s.withdraw(0),
+        lambda s: s.requeue(0),
+        lambda s: s.abort_run("old"),
+    ],
+    ids="version update drain pause resume engines withdraw requeue abort".split(),
+)
+def test_a_trainer_that_was_taken_over_changes_nothing_of_the_run(
+    run: Backstage, connect: Connect, act: Callable[[GroupStream], object], knows: bool
+) -> None:
+    run.enqueue(0)
+    older, newer = connect(), connect()
+    newer.pause("keep")
+    if knows:
+        with pytest.raises(ConsumerTaken):
+            older.state_dict()
+    names = ("state", "pause_mode", "version", "engines", "control_seq")
+    key = f"{run.queue.prefix}m"
+    before = run.queue.client.hmget(key, names)
+    with pytest.raises(ConsumerTaken):
+        act(older)
+    assert run.queue.client.hmget(key, names) == before
+    assert run.queue.headers([StreamEntry("", "0", 2)])[0].life == 0
+    newer.resume()
 
 
 def test_stream_that_waits_notices_a_takeover(run: Backstage, connect: Connect) -> None:

@@ -214,6 +214,8 @@ def test_updating_weights_refuses_what_is_wrong_before_it_pauses(
         ({"confirm_s": -1}, ValueError, "confirm_s"),
         ({"label": ""}, ValueError, "label"),
         ({"label": "x" * 201}, ValueError, "label"),
+        ({"label": "\ud800"}, ValueError, "surrogate"),
+        ({"label": b"v1"}, TypeError, "label"),
     ]
     for given, kind, said in wrong:
         with pytest.raises(kind, match=said):
@@ -409,6 +411,19 @@ def test_a_run_that_is_ended_while_workers_are_waited_for_is_told(
     with pytest.raises(RunFailed, match="enough"), stream.updating_weights(1):
         raise AssertionError("entered")
     ender.join(20)
+
+
+def test_a_label_that_comes_back_keeps_its_meaning_until_the_new_weights_are_in_place(
+    run: Backstage, connect: Connect
+) -> None:
+    stream = connect()
+    stream.set_weight_version(3, "again")
+    with pytest.raises(KeyError), stream.updating_weights(4, label="again", post=False):
+        raise KeyError
+    assert info_of(run).labels == {"again": 3}, "the push failed: it is what they have"
+    with stream.updating_weights(4, label="again", post=False):
+        assert info_of(run).labels == {"again": 3}
+    assert info_of(run).labels == {"again": 4}
 
 
 def test_a_trainer_that_was_taken_over_in_its_block_changes_nothing(

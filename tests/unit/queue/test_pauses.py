@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollstream.queue import calls
+from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.keys import MAX_ENGINES_BYTES
 from rollstream.queue.reads import RunInfo
 from tests.queue_bench import Bench
@@ -161,6 +162,14 @@ def test_a_label_that_comes_back_means_the_newer_version(bench: Bench) -> None:
     assert _info(bench).labels == {"again": 5}
 
 
+def test_a_number_that_was_a_label_means_its_own_version_once_that_has_no_other_name(
+    bench: Bench,
+) -> None:
+    bench.call(calls.set_version(3, "7"))
+    bench.call(calls.set_version(7))
+    assert _info(bench).labels == {"7": 7}
+
+
 def test_the_newest_labels_are_kept(bench: Bench) -> None:
     for version in range(1, 71):
         bench.call(calls.set_version(version, f"step-{version}"))
@@ -206,3 +215,29 @@ def test_what_the_producer_opened_the_run_with_is_told(bench: Bench) -> None:
     bench.open()
     info = _info(bench)
     assert (info.on_stale, info.max_requeues, info.weights_mode) == ("requeue", 3, "on_policy")
+
+
+# --- in whose name -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change",
+    [
+        calls.set_version(5, "five"),
+        calls.set_label(5, "five"),
+        calls.pause("abort", 9),
+        calls.resume(),
+        calls.set_engines(["http://zombie:1"]),
+        calls.set_budget("cap", 1),
+    ],
+    ids=lambda change: str(change.args[0]),
+)
+def test_a_change_in_a_consumers_name_is_made_only_where_that_is_the_runs(
+    bench: Bench, change: calls.ScriptCall[ControlAnswer]
+) -> None:
+    bench.call(calls.connect("newer", 2))
+    bench.call(calls.pause("keep"))
+    before, words = bench.client.hgetall(f"{bench.key}m"), _words(bench)
+    answer = bench.call(calls.by("older", change))
+    assert (answer.consumer, answer.state) == ("newer", "paused")
+    assert (bench.client.hgetall(f"{bench.key}m"), _words(bench)) == (before, words)
+    assert bench.call(calls.by("newer", change)).consumer == "newer"
+    assert len(_words(bench)) == len(words) + 1
