@@ -95,8 +95,9 @@ async def test_log_probs_are_of_the_temperature_that_the_row_asked_for(
 async def test_what_an_engine_cannot_honour_is_a_refusal_and_nothing_hangs(
     sim: SimProcess, qwen3: Any, kind: str
 ) -> None:
-    before = sim.reached()
     async with pool_of(kind, sim.url, retries=3) as pool:
+        await pool.probe()  # vLLM is asked once whether it has the route, with a request of nothing
+        before = sim.reached()
         stage = given(pool, qwen3, QUESTION, sampling=Sampling(regex="[0-9]+"))
         with pytest.raises(EngineFault) as caught:
             await multi_turn(stage)

@@ -131,7 +131,8 @@ def test_deadline_of_a_large_group_ends_some_hundred_members_a_call(bench: Bench
     assert Counter(error and error[0] for error in group.errors) == {"deadline": n - 100, None: 100}
     assert bench.counters()["member_failed:deadline"] == n - 100
     assert bench.queue.depths() | {"full": 1} == {
-        "q": 0, "d": 0, "s": 0, "l": 0, "full": 1, "ready": 0, "live": 1, "delivered": 0
+        "q": 0, "d": 0, "s": 0, "l": 0, "full": 1, "ready": 0, "eval": 0, "live": 1,
+        "delivered": 0, "evaluations": 0,
     }  # fmt: skip
 
 

@@ -58,7 +58,8 @@ def test_group_of_thousands_is_requeued_from_wherever_its_members_are(bench: Ben
     assert bench.call(calls.requeue("0", 0)) == "requeued"
     bench.audit()
     assert bench.queue.depths() == {
-        "q": n, "d": 0, "s": 0, "l": 0, "full": 0, "ready": 0, "live": 1, "delivered": 0
+        "q": n, "d": 0, "s": 0, "l": 0, "full": 0, "ready": 0, "eval": 0, "live": 1,
+        "delivered": 0, "evaluations": 0,
     }  # fmt: skip
     leases = lease_all(bench)
     assert len(leases) == n
