@@ -31,7 +31,7 @@ from .bounded import THREADS
 from .engines import create_engine
 from .engines.pool import EnginePool
 from .fidelity import Fidelity, Kind
-from .following import Follower
+from .following import Follower, tell
 from .gate import Gate, GatedEngine, GatedScores
 from .generate.finish import finish
 from .groups import GroupBook
@@ -179,6 +179,10 @@ class Worker:
         warn_of_unseen_tools(envs, renderer)
         self._pool = create_engine(settings, max_token_id=renderer.max_token_id)
         self._closing.push_async_callback(self._pool.aclose)
+        if (info := await self._link.answered(self._queue.info)) is not None:
+            # The trainer may have named other engines, or use them now for what is no sampling.
+            self._view.opened(info)
+            tell(self._pool, self._view)
         await self._reach_engine(self._pool)
         for scorer in scorers.values():
             if scorer is not None:

@@ -47,6 +47,10 @@ log = structlog.get_logger("worker")
 class Fleet(Protocol):
     """What is told of a run's words: the pool of engines."""
 
+    def hold(self, is_held: bool) -> None:
+        """Have engines sample nothing of their own accord while the run is paused."""
+        ...
+
     def set_version(self, version: int, labels: Mapping[str, int]) -> None:
         """Take over the current weight version, and what engines call which."""
         ...
@@ -139,10 +143,8 @@ class Follower:
         """Tell the parts what the view says now."""
         view = self._view
         if self._fleet is not None:
-            if view.engines != self._urls:
-                self._urls = view.engines
-                self._fleet.set_members(view.engines)
-            self._fleet.set_version(view.version, view.labels)
+            tell(self._fleet, view, engines=view.engines != self._urls)
+            self._urls = view.engines
         before = self._gate.position
         self._gate.move(position_of(view))
         if self._gate.position is not before:
@@ -216,6 +218,14 @@ class Follower:
                     await gate.idle.wait()
             except TimeoutError:
                 continue
+
+
+def tell(fleet: Fleet, view: RunView, *, engines: bool = True) -> None:
+    """Tell a fleet what the run's record says; which engines there are only where it is new."""
+    fleet.hold(view.state == PAUSED)
+    if engines:
+        fleet.set_members(view.engines)
+    fleet.set_version(view.version, view.labels)
 
 
 def position_of(view: RunView) -> Position:

@@ -24,7 +24,7 @@ from rollstream.sample import UNKNOWN_VERSION
 from .client import EngineClient, Look
 from .discovery import Ask, NoAnswer, check_spec, engines_of, is_moving, unique
 from .faults import Detail, fault, rule_of
-from .logprob_mode import Mode, find_mode
+from .logprob_mode import Mode, find_mode, raw_text
 from .member import Member, PoolCounters, RetryPolicy
 from .states import ALIVE, State
 from .versions import VersionMap
@@ -50,6 +50,7 @@ class Fleet:
         version: the run's weight version.
         generation: how often `members` changed.
         has_raw: a member's log-probs are those of T = 1 whatever T it samples at.
+        is_held: nobody is to sample anything now: an engine that is new counts as paused.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Fleet:
         self._named_anew = asyncio.Event()
         self._is_labelled = False
         self._found: dict[str, list[str]] = {}
-        self.started = self._closed = False
+        self.started = self._closed = self.is_held = False
         self._apply(known=not check_logprobs)
 
     # --- which there are -------------------------------------------------------------------------
@@ -380,8 +381,10 @@ class Fleet:
 
     async def _looked(self, member: Member, look: Look) -> None:
         """Take over what an engine said of itself."""
-        if self._check_logprobs and member.mode is None and not look.paused:
+        if self._is_to_learn(member) and not look.paused and not self.is_held:
             await self._learn_mode(member)
+            look = await member.client.look()  # that may have taken long
+        look = Look(look.version, paused=look.paused or self._is_to_learn(member))
         counters = member.counters
         was = (counters.up, member.paused, counters.version)
         if look.paused and not member.paused:
@@ -397,6 +400,9 @@ class Fleet:
         if was != (counters.up, member.paused, counters.version):
             self.refresh()
         self._follow(member)
+
+    def _is_to_learn(self, member: Member) -> bool:
+        return self._check_logprobs and member.mode is None
 
     async def _learn_mode(self, member: Member) -> None:
         """Find out what its log-probs are.
@@ -490,12 +496,3 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in (*self.members, *self.leaving):
             await member.client.aclose()
-
-
-def raw_text(url: str) -> str:
-    """Return what to do about an engine whose log-probs are raw where they must not be."""
-    return (
-        f"{url} reports raw log-probs, log softmax(logits), but this run samples at a temperature "
-        "other than 1, so they are not those of what is sampled: start it with --logprobs-mode "
-        "processed_logprobs (vLLM), or set sampling.temperature to 1"
-    )

@@ -117,3 +117,12 @@ def mode_of(pairs: Iterable[tuple[float, float]]) -> Mode:
     if num_different == 0:
         return Mode.RAW
     return Mode.SCALED if 2 * num_different >= len(telling) else Mode.UNDECIDED
+
+
+def raw_text(url: str) -> str:
+    """Return what to do about an engine whose log-probs are raw where they must not be."""
+    return (
+        f"{url} reports raw log-probs, log softmax(logits), but this run samples at a temperature "
+        "other than 1, so they are not those of what is sampled: start it with --logprobs-mode "
+        "processed_logprobs (vLLM), or set sampling.temperature to 1"
+    )

@@ -158,6 +158,14 @@ class EnginePool:
             for member in self._fleet.members
         ]
 
+    def hold(self, is_held: bool) -> None:
+        """Have engines sample nothing of our own accord while the run is paused. Cheap.
+
+        One that is new, or was away, is asked what its log-probs are when that is over; the next
+        `set_version` has it asked at once.
+        """
+        self._fleet.is_held = is_held
+
     def set_version(self, version: int, labels: Mapping[str, int]) -> None:
         """Take over the run's weight version and the labels that the trainer gave. Cheap.
 

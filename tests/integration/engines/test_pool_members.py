@@ -273,6 +273,40 @@ async def test_engine_that_is_paused_is_asked_when_the_pause_is_over() -> None:
         assert (await ask(pool)).logprob_mode == "raw"
 
 
+async def test_engine_that_is_new_in_a_pause_of_the_run_is_asked_when_that_is_over() -> None:
+    async with (
+        scripted(one_token("raw", a_reply())) as engine,
+        a_pool(engine.url, check_logprobs=True) as pool,
+    ):
+        pool.hold(True)
+        assert await pool.probe()
+        assert (pool.states()[0].state, pool.healthy(), pool.alive()) == ("paused", False, True)
+        await wait_until(lambda: len(engine.paths()) > 8)  # looks go on
+        assert engine.requests == []
+        pool.hold(False)
+        pool.set_version(0, {})
+        await wait_until(pool.healthy)
+        assert (await ask(pool)).logprob_mode == "raw"
+
+
+async def test_engine_that_changes_while_it_is_asked_is_known_as_it_is_behind_that() -> None:
+    async with (
+        scripted(one_token("raw", a_reply())) as engine,
+        a_pool(engine.url, check_logprobs=True, probe_interval_s=60.0) as pool,
+    ):
+        engine.weight_version = "5"
+        pool.set_version(5, {})
+        answers = engine.steps[0]
+
+        def restarts(exchange: Exchange) -> None:
+            engine.weight_version = "4"
+            answers(exchange)  # type: ignore[operator]
+
+        engine.steps[:] = [restarts]
+        assert await pool.probe()
+        assert (pool.states()[0].state, pool.states()[0].version) == ("behind", 4)
+
+
 async def test_pause_that_begins_among_the_questions_is_a_pause_and_no_outage() -> None:
     async with (
         scripted(one_token("raw", a_reply())) as engine,

@@ -366,6 +366,7 @@ class HeldEngine:
     def __init__(self) -> None:
         self.calls: list[asyncio.Future[None]] = []
         self.aborted, self.versions, self.members = 0, list[Any](), list[Any]()
+        self.held: list[bool] = []
 
     async def generate(self, *_: Any, **__: Any) -> Any:
         self.calls.append(asyncio.get_running_loop().create_future())
@@ -376,6 +377,9 @@ class HeldEngine:
         for call in self.calls:
             if not call.done():
                 call.set_result(None)
+
+    def hold(self, is_held: bool) -> None:
+        self.held.append(is_held)
 
     def set_version(self, version: int, labels: Any) -> None:
         self.versions.append((version, dict(labels)))
@@ -453,10 +457,10 @@ async def test_words_arrive_by_the_stream_and_by_the_beat_where_that_stands_stil
     await wait_until(lambda: engine.members[-1] is None, what="its own engines again")
     paused = await run.queue.call(calls.pause("keep"))
     await confirmed(run.queue, paused.control_seq, [worker.name], idle=True)
-    assert worker.gate.position == "keep"
+    assert (worker.gate.position, engine.held[-1]) == ("keep", True)
     resumed = await run.queue.call(calls.resume())
     await confirmed(run.queue, resumed.control_seq, [worker.name], idle=True)
-    assert worker.gate.position == "open"
+    assert (worker.gate.position, engine.held[-1]) == ("open", False)
 
 
 async def test_a_pause_that_begins_before_a_worker_does_holds_its_first_call(

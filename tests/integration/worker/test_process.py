@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -202,6 +204,35 @@ async def test_a_worker_waits_for_its_run_and_ends_with_it(
             await run.queue.call(calls.abort_run("enough"))
             code = await asyncio.to_thread(one.process.wait, 45)
     assert code == 0, one.log.read_text()
+
+
+async def test_a_worker_that_starts_in_a_pause_asks_the_runs_engines_for_no_token_before_its_end(
+    run: Run, valkey_url: str, options: Options, tmp_path: Path, vocabulary: Path
+) -> None:
+    engine = Sim(tmp_path, vocabulary)
+    engine.start()
+    await run.queue.call(calls.set_engines([engine.url]))
+    paused = await run.queue.call(calls.pause("abort"))
+    await enqueue(run, 1)
+
+    async def confirmed() -> bool:
+        told = await run.queue.confirmations()
+        return any(c.control_seq >= paused.control_seq for c in told)
+
+    def generations() -> int:
+        with urllib.request.urlopen(f"{engine.url}/sim", timeout=10) as answer:
+            return int(json.loads(answer.read())["paths"].get("/generate", 0))
+
+    try:
+        given = options(valkey_url, engine__urls="http://127.0.0.1:9")
+        with workers(tmp_path, 1, given):
+            await wait_until(confirmed, what="a confirmation")
+            assert await asyncio.to_thread(generations) == 0
+            await run.queue.call(calls.resume())
+            await all_ready(run, 1)
+            assert await asyncio.to_thread(generations) > N, "its questions, and the members"
+    finally:
+        engine.kill()
 
 
 async def test_a_worker_says_once_at_start_which_tools_its_model_is_not_told_of(
