@@ -318,10 +318,10 @@ class Metrics:
         tokens = self._tokens
         self._samples[env, reason] += 1
         for sample in leaves:
-            if version >= 0 and delivered and sample.calls and sample.calls[0].versions:
-                oldest = sample.calls[0].versions[0][0]  # weights never get older within one
-                if oldest >= 0:
-                    self.staleness(version - oldest)
+            # Not the first call's: a turn that goes on at another engine may get older weights.
+            versions = sample.version_range() if delivered and version >= 0 else None
+            if versions is not None:
+                self.staleness(version - versions[0])
             sampled = sample.num_sampled
             self._turns[env] += len(sample.calls)
             tokens["prompt"] += sample.prefix_cache_info.total_prompt_tokens

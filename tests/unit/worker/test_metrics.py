@@ -255,9 +255,31 @@ def test_a_samples_age_is_that_of_its_oldest_token_where_it_is_delivered_and_kno
     given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=5)
     given.sample_ended("env0", StopReason.STOP, [sample], delivered=False, version=9)
     given.sample_ended("env0", StopReason.STOP, [sample], delivered=True)
-    sample.calls[0].versions = [(-1, 0, 2)]
+    for call in sample.calls:
+        call.versions = [(-1, call.start, call.end)]
     given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=5)
     assert "rollout_sample_staleness_versions_sum 2.0" in text_of(given)
+    assert "rollout_sample_staleness_versions_count 1.0" in text_of(given)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([(4, 0, 1), (2, 1, 2)], [(5, 3, 4)]),
+        ([(4, 0, 2)], [(2, 3, 4)]),
+        ([(-1, 0, 2)], [(2, 3, 4)]),
+        ([(-1, 0, 1), (2, 1, 2)], []),
+    ],
+    ids=["within a call", "of a later call", "behind an unknown call", "behind an unknown part"],
+)
+def test_a_samples_age_is_that_of_its_oldest_known_token_wherever_it_stands(
+    first: list[tuple[int, int, int]], second: list[tuple[int, int, int]]
+) -> None:
+    given = metrics()
+    sample = a_sample(turns=(((4, 5), (6,)), ((7,), ())))
+    sample.calls[0].versions, sample.calls[1].versions = first, second
+    given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=5)
+    assert "rollout_sample_staleness_versions_sum 3.0" in text_of(given)
     assert "rollout_sample_staleness_versions_count 1.0" in text_of(given)
 
 
