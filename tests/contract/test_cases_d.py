@@ -15,18 +15,17 @@ import numpy as np
 import pytest
 
 from rollstream.batch import Batch
-from rollstream.errors import EngineFault, MemberReason, Report, Status, StopReason
+from rollstream.errors import MemberReason, Report, Status, StopReason
 from rollstream.group import FinishedGroup, PromptGroup, Trajectory
 from rollstream.sample import UNKNOWN_VERSION, Sample
 from rollstream.wire import decode_body, encode_body
 from tests.generate_stage import OverHttp, engine_of
 from tests.integration.worker.test_fidelity import a_stage
-from tests.scripted_engine import a_reply, scripted
+from tests.scripted_engine import a_reply, a_vllm_reply, scripted
 from tests.toy import A1, A1_LOG_PROBS, A2, A2_LOG_PROBS, HI, O1, P0, toy_renderer
 from worker.engines.faults import Detail
 from worker.engines.pool import EnginePool, RetryPolicy
 from worker.engines.reply import read_reply
-from worker.engines.stream import StreamedReply, StreamKind
 from worker.generate import multi_turn, single_turn
 from worker.sampling import Sampling
 from worker.types import Completion, Finish, RequestIds
@@ -418,26 +417,6 @@ async def test_case_63_the_finish_reason_decides_and_no_single_end_id(
 
 
 # --- 65: streams ---------------------------------------------------------------------------------
-def gathered(kind: StreamKind, *chunks: list[int]) -> list[int]:
-    stream = StreamedReply(kind, "http://e")
-    for chunk in chunks:
-        stream.add(chunk, [-0.5] * len(chunk))
-    ids, log_probs = stream.finish(completion_tokens=3)
-    assert len(ids) == len(log_probs)
-    return list(map(int, ids))
-
-
-def test_case_65_cumulative_chunks_and_increments_give_the_same_ids() -> None:
-    assert gathered(StreamKind.CUMULATIVE, [31], [31, 32], [31, 32, 2]) == [31, 32, 2]
-    assert gathered(StreamKind.INCREMENTS, [31], [32], [2]) == [31, 32, 2]
-
-
-@pytest.mark.parametrize("kind", list(StreamKind))
-def test_case_65_a_broken_stream_is_rejected_whichever_kind_it_says_it_is(kind: StreamKind) -> None:
-    with pytest.raises(EngineFault):
-        gathered(kind, [31], [32, 2], [2])
-
-
 @pytest.mark.parametrize("chunks", [1, 3])
 async def test_case_65_an_engine_that_streams_unasked_is_no_reply(chunks: int) -> None:
     one = b"data: " + LAST + b"\n\n"
@@ -445,9 +424,12 @@ async def test_case_65_an_engine_that_streams_unasked_is_no_reply(chunks: int) -
     not_trained(ending, Detail.BAD_REPLY)
 
 
-async def test_every_request_asks_for_a_whole_reply() -> None:
-    async with scripted(LAST) as engine:
-        pool = EnginePool([engine.url], max_token_id=2000)
+@pytest.mark.parametrize(
+    ("kind", "raw"), [("sglang", LAST), ("vllm", a_vllm_reply(A2, prompt_tokens=2))]
+)
+async def test_case_60_65_every_request_asks_for_a_whole_reply(kind: str, raw: bytes) -> None:
+    async with scripted(raw) as engine:
+        pool = EnginePool([engine.url], max_token_id=2000, kind=kind)
         reply = await pool.generate(RequestIds([b"1,2"], 2), Sampling(), routing_key="k", version=0)
         await pool.aclose()
     assert reply.finish is Finish.STOP
