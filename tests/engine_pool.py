@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from tests.scripted_engine import Step, a_reply
-from worker.engines.entrance import NEVER, Call
+from worker.engines.entrance import NEVER, PoolCall
 from worker.engines.pool import EnginePool, RetryPolicy
 from worker.engines.sim.http import Exchange
 from worker.sampling import Sampling
@@ -83,7 +83,7 @@ def one_token(mode: str, then: Step) -> Step:
 
 def chosen(pool: EnginePool, key: str) -> str | None:
     """Return the URL of the engine that would get a call of this key now."""
-    member = pool._entrance.choose(Call(key, Sampling(), NEVER, 0))
+    member = pool._entrance.choose(PoolCall(key, Sampling(), NEVER, 0))
     return None if member is None else member.client.url
 
 

@@ -44,7 +44,7 @@ ABORT_MODE = "abort"
 log = structlog.get_logger("worker")
 
 
-class Fleet(Protocol):
+class Engines(Protocol):
     """What is told of a run's words: the pool of engines."""
 
     def hold(self, is_held: bool) -> None:
@@ -79,7 +79,7 @@ class Follower:
         *,
         name: str,
         gate: Gate,
-        fleet: Fleet | None,
+        fleet: Engines | None,
         let_go_s: float = LET_GO_S,
     ) -> None:
         """Begin with nothing heard.
@@ -175,7 +175,7 @@ class Follower:
             return []
         return [self._confirm(self._fleet)]
 
-    def _confirm(self, fleet: Fleet) -> ScriptCall[BeatAnswer]:
+    def _confirm(self, fleet: Engines) -> ScriptCall[BeatAnswer]:
         told = engines_json(fleet.states())
         return calls.confirm(self._name, self.obeyed, self._gate.in_flight, told)
 
@@ -220,7 +220,7 @@ class Follower:
                 continue
 
 
-def tell(fleet: Fleet, view: RunView, *, engines: bool = True) -> None:
+def tell(fleet: Engines, view: RunView, *, engines: bool = True) -> None:
     """Tell a fleet what the run's record says; which engines there are only where it is new."""
     fleet.hold(view.state == PAUSED)
     if engines:

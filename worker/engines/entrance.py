@@ -23,7 +23,7 @@ from .connections import Line
 from .faults import Detail, fault
 from .fleet import Fleet
 from .logprob_mode import Mode
-from .member import Member
+from .pooled import PoolEngine
 from .states import State
 
 NEVER = float("inf")
@@ -31,7 +31,7 @@ MAX_HOMES = 1 << 14
 """Routing keys whose engine is kept; more than a worker has groups in flight."""
 
 
-class Call:
+class PoolCall:
     """One call on its way through the pool."""
 
     __slots__ = (
@@ -53,7 +53,7 @@ class Call:
         self.scaled = sampling.temperature not in (0.0, 1.0)
         """Raw log-probs would not be those of what is sampled."""
         self.attempt = 0
-        self.failed: Member | None = None
+        self.failed: PoolEngine | None = None
         """Where it was tried last."""
         self.fresh = False
         """A try met a connection that the engine had closed."""
@@ -62,14 +62,14 @@ class Call:
         self.rid, self.line, self.sent_at, self.held = "", Line(), 0.0, 0
 
 
-class _Turn:
+class _Place:
     """The place of a call in line."""
 
     __slots__ = ("call", "granted")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: PoolCall) -> None:
         self.call = call
-        self.granted: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
+        self.granted: asyncio.Future[PoolEngine | None] = asyncio.get_running_loop().create_future()
         """None: things changed, look again."""
 
 
@@ -98,16 +98,16 @@ class Entrance:
         self.fleet: Fleet
         self.epoch = 0
         self._max_retries, self._backoff_s, self._clock = max_retries, backoff_s, clock
-        self._homes: dict[int, Member] = {}
+        self._homes: dict[int, PoolEngine] = {}
         self._generation = -1
-        self._line: deque[_Turn] = deque()
+        self._line: deque[_Place] = deque()
 
-    def check(self, call: Call) -> None:
+    def check(self, call: PoolCall) -> None:
         """Raise `Withheld` where all calls were sent away since this one began."""
         if call.epoch != self.epoch:
             raise Withheld("all calls were aborted")
 
-    async def enter(self, call: Call) -> Member:
+    async def enter(self, call: PoolCall) -> PoolEngine:
         """Return an engine with a place taken for the call, which `leave` gives back.
 
         Raises:
@@ -125,11 +125,11 @@ class Entrance:
             if call.scaled and self.fleet.has_raw:
                 self._refuse()
             until = call.limit if self.fleet.alive() else self._until_return(call)
-            member = await self._turn(call, until)
+            member = await self._wait(call, until)
             if member is not None:
                 return member
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: PoolEngine) -> None:
         """Give a place back, to the first who waits for it."""
         member.counters.in_flight -= 1
         if self._line:
@@ -137,7 +137,7 @@ class Entrance:
         if member.leaving and member.counters.in_flight == 0:
             self.fleet.ended(member)
 
-    def choose(self, call: Call) -> Member | None:
+    def choose(self, call: PoolCall) -> PoolEngine | None:
         """Return the engine of the call's key, else the least loaded one; not where it just failed.
 
         Rendezvous hashing: no state, and when an engine leaves, only its own keys move. None where
@@ -159,7 +159,7 @@ class Entrance:
             others or room, key=lambda m: (m.counters.in_flight, mix(key ^ m.salt)), default=None
         )
 
-    def _home(self, key: int) -> Member:
+    def _home(self, key: int) -> PoolEngine:
         """Return where a key lives, of all members: kept, as every call of a group asks for it."""
         if self._generation != self.fleet.generation or len(self._homes) >= MAX_HOMES:
             self._homes.clear()
@@ -172,17 +172,17 @@ class Entrance:
 
     def serve(self) -> None:
         """Let those in line in, as far as there are places; called at every change."""
-        stay: list[_Turn] = []
+        stay: list[_Place] = []
         while self._line:
-            turn = self._line[0]
-            if not turn.granted.done():
-                picky = turn.call.scaled and self.fleet.has_raw
-                member = None if picky and stay else self.choose(turn.call)
+            place = self._line[0]
+            if not place.granted.done():
+                picky = place.call.scaled and self.fleet.has_raw
+                member = None if picky and stay else self.choose(place.call)
                 if member is not None:
                     member.counters.in_flight += 1
-                    turn.granted.set_result(member)
+                    place.granted.set_result(member)
                 elif picky:
-                    stay.append(turn)  # raw engines may have places for those behind it
+                    stay.append(place)  # raw engines may have places for those behind it
                 else:
                     break
             self._line.popleft()
@@ -195,50 +195,50 @@ class Entrance:
             self._wake(self._line)
             self._line.clear()
 
-    def _wake(self, turns: Iterable[_Turn]) -> None:
-        for turn in turns:
-            if not turn.granted.done():
-                turn.granted.set_result(None)
+    def _wake(self, places: Iterable[_Place]) -> None:
+        for place in places:
+            if not place.granted.done():
+                place.granted.set_result(None)
 
     def send_away(self) -> int:
         """Let nobody in that is on its way now; return how many were in line."""
         self.epoch += 1
         num = 0
-        for turn in self._line:
-            if not turn.granted.done():
-                turn.granted.set_exception(Withheld("all calls were aborted"))
+        for place in self._line:
+            if not place.granted.done():
+                place.granted.set_exception(Withheld("all calls were aborted"))
                 num += 1
         self._line.clear()
         return num
 
-    async def _turn(self, call: Call, until: float) -> Member | None:
+    async def _wait(self, call: PoolCall, until: float) -> PoolEngine | None:
         """Wait in line for a place; None where time is over or things changed."""
-        turn = _Turn(call)
-        self._line.append(turn)
+        place = _Place(call)
+        self._line.append(place)
         if self.fleet.has_raw:
             self.serve()  # those in front of it may wait for other engines
         try:
             async with asyncio.timeout_at(None if until == NEVER else until):
-                return await turn.granted
+                return await place.granted
         except TimeoutError:
-            return self._step_out(turn)
+            return self._step_out(place)
         except asyncio.CancelledError:
-            member = self._step_out(turn)
+            member = self._step_out(place)
             if member is not None:
                 self.leave(member)
             raise
 
-    def _step_out(self, turn: _Turn) -> Member | None:
+    def _step_out(self, place: _Place) -> PoolEngine | None:
         """Leave the line; return what was granted in the same moment."""
-        if turn in self._line:
-            self._line.remove(turn)
+        if place in self._line:
+            self._line.remove(place)
             self.serve()  # who stood behind may be served elsewhere
-        granted = turn.granted
+        granted = place.granted
         if granted.cancelled() or not granted.done() or granted.exception() is not None:
             return None
         return granted.result()
 
-    def _until_return(self, call: Call) -> float:
+    def _until_return(self, call: PoolCall) -> float:
         """Return until when a call waits where no engine is up: for one try's back-off."""
         self.fleet.counters.waits += 1
         until = self._clock() + self._backoff_s(call.attempt)

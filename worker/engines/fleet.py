@@ -25,7 +25,7 @@ from .client import EngineClient, Look
 from .discovery import Ask, NoAnswer, check_spec, engines_of, is_moving, unique
 from .faults import Detail, fault, rule_of
 from .logprob_mode import Mode, find_mode, raw_text
-from .member import Member, PoolCounters, RetryPolicy
+from .pooled import PoolCounters, PoolEngine, RetryPolicy
 from .states import ALIVE, State
 from .versions import VersionMap
 
@@ -81,9 +81,9 @@ class Fleet:
             scaled_name: what those are called that follow the temperature (`logprob_mode`).
             changed: called after every change of `open`.
         """
-        self.members: list[Member] = []
-        self.leaving: list[Member] = []
-        self.open: list[Member] = []
+        self.members: list[PoolEngine] = []
+        self.leaving: list[PoolEngine] = []
+        self.open: list[PoolEngine] = []
         self.version, self.has_raw, self.generation = 0, False, 0
         self.counters = PoolCounters([])
         self._configured = tuple(map(check_spec, specs))
@@ -158,14 +158,16 @@ class Fleet:
                 raise
             log.error("engine_url_refused", url=url, message=str(error))
             return
-        member = Member(client, max_in_flight=self._policy.max_in_flight, slot=slot, known=known)
+        member = PoolEngine(
+            client, max_in_flight=self._policy.max_in_flight, slot=slot, known=known
+        )
         member.extend = lambda: self._extension(member)
         self.members.append(member)
         if self.started:
             log.info("engine_joins", engine=url)
             self.look_soon(member)
 
-    def _leave(self, member: Member) -> None:
+    def _leave(self, member: PoolEngine) -> None:
         self.members.remove(member)
         member.leaving = True
         if self.started:
@@ -175,13 +177,13 @@ class Fleet:
         else:
             self._close(member)
 
-    def ended(self, member: Member) -> None:
+    def ended(self, member: PoolEngine) -> None:
         """Note that the last call of an engine that is leaving ended."""
         if member in self.leaving:
             self.leaving.remove(member)
             self._close(member)
 
-    def _close(self, member: Member) -> None:
+    def _close(self, member: PoolEngine) -> None:
         if member.follow is not None:
             member.follow.cancel()
         if member.looking is not None:
@@ -257,7 +259,7 @@ class Fleet:
                 )
         self._changed()
 
-    def _state_of(self, member: Member) -> State:
+    def _state_of(self, member: PoolEngine) -> State:
         if not member.counters.up:
             return State.DOWN
         if member.mode is Mode.RAW and self._scaled:
@@ -272,7 +274,7 @@ class Fleet:
                 return State.BEHIND
         return State.UP
 
-    def _lag_of(self, member: Member, state: State) -> int:
+    def _lag_of(self, member: PoolEngine, state: State) -> int:
         if member.version == UNKNOWN_VERSION:
             return self.version if state is State.BEHIND else 0
         return max(0, self.version - member.version)
@@ -281,7 +283,7 @@ class Fleet:
         """Return whether any member takes calls, or will again by itself."""
         return any(member.state in ALIVE for member in self.members)
 
-    def saw_version(self, member: Member, version: int, sent: int) -> None:
+    def saw_version(self, member: PoolEngine, version: int, sent: int) -> None:
         """Take the newest version of a reply: a newer one is known at once, only a look lowers it.
 
         A call may end with older weights than its engine has by now. With older ones than the
@@ -300,7 +302,7 @@ class Fleet:
             self.look_soon(member)
 
     def check_named(
-        self, member: Member, versions: Sequence[tuple[int, int, int]], sent: int
+        self, member: PoolEngine, versions: Sequence[tuple[int, int, int]], sent: int
     ) -> None:
         """Refuse (`bad_reply`) a reply of weights that nobody named, where replies name theirs.
 
@@ -315,7 +317,7 @@ class Fleet:
             self.look_soon(member)
             raise fault(Detail.BAD_REPLY, f"{member.client.url}: weights that nobody named")
 
-    def failed(self, member: Member, error: EngineFault) -> None:
+    def failed(self, member: PoolEngine, error: EngineFault) -> None:
         """Count a fault against an engine; enough in a row put it aside."""
         rule = rule_of(error)
         if rule.eject_after == 0:
@@ -324,7 +326,7 @@ class Fleet:
         if member.failures_in_row >= rule.eject_after:
             self.eject(member)
 
-    def eject(self, member: Member) -> None:
+    def eject(self, member: PoolEngine) -> None:
         """Put an engine aside until it answers."""
         if not member.counters.up:
             return
@@ -352,7 +354,7 @@ class Fleet:
                 if member.looking is None:
                     self.look_soon(member)
 
-    def look_soon(self, member: Member) -> asyncio.Task[None]:
+    def look_soon(self, member: PoolEngine) -> asyncio.Task[None]:
         """Look at an engine, or once more behind the look that is under way; never two at once."""
         if member.looking is not None:
             member.look_again = True
@@ -360,7 +362,7 @@ class Fleet:
         member.looking = self._spawn(self._look(member))
         return member.looking
 
-    async def look(self, member: Member) -> None:
+    async def look(self, member: PoolEngine) -> None:
         """Look at an engine and return when that is done; who is cancelled leaves it going."""
         is_late = member.looking is not None
         await asyncio.wait((self.look_soon(member),))
@@ -368,7 +370,7 @@ class Fleet:
         if is_late and member.looking is not None:
             await asyncio.wait((member.looking,))
 
-    async def _look(self, member: Member) -> None:
+    async def _look(self, member: PoolEngine) -> None:
         member.look_again = False
         try:
             await self._looked(member, await member.client.look())
@@ -379,7 +381,7 @@ class Fleet:
         if member.look_again:
             self.look_soon(member)
 
-    async def _looked(self, member: Member, look: Look) -> None:
+    async def _looked(self, member: PoolEngine, look: Look) -> None:
         """Take over what an engine said of itself."""
         if self._is_to_learn(member) and not look.paused and not self.is_held:
             await self._learn_mode(member)
@@ -401,10 +403,10 @@ class Fleet:
             self.refresh()
         self._follow(member)
 
-    def _is_to_learn(self, member: Member) -> bool:
+    def _is_to_learn(self, member: PoolEngine) -> bool:
         return self._check_logprobs and member.mode is None
 
-    async def _learn_mode(self, member: Member) -> None:
+    async def _learn_mode(self, member: PoolEngine) -> None:
         """Find out what its log-probs are.
 
         Raises:
@@ -424,12 +426,12 @@ class Fleet:
                 message="its log-probs say nothing of the distribution they are of; it is used",
             )
 
-    def _unanswered(self, member: Member, error: EngineFault) -> None:
+    def _unanswered(self, member: PoolEngine, error: EngineFault) -> None:
         member.looks_failed += 1
         if error.detail == Detail.CONNECT or member.looks_failed >= LOOKS_BEFORE_DOWN:
             self.eject(member)
 
-    def _follow(self, member: Member) -> None:
+    def _follow(self, member: PoolEngine) -> None:
         """Look again soon at one that will change by itself: its calls wait for that."""
         if member.state not in (State.PAUSED, State.BEHIND) or member.leaving:
             return
@@ -443,7 +445,7 @@ class Fleet:
             member.follow_s, self.look_soon, member
         )
 
-    async def _extension(self, member: Member) -> float:
+    async def _extension(self, member: PoolEngine) -> float:
         """Return how many seconds more a call has whose time ran out: those of a pause.
 
         It ran out no earlier than a whole `request_timeout_s` behind the last pause.

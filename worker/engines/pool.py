@@ -24,12 +24,12 @@ from .affinity import hash_of, mix
 from .client import EngineClient
 from .connections import LINE, Line
 from .discovery import http_get
-from .entrance import NEVER, Call, Entrance
+from .entrance import NEVER, Entrance, PoolCall
 from .factory import new_client
 from .faults import Detail, fault, rule_of
 from .fleet import Fleet
 from .http_base import ClientOptions, new_transport
-from .member import OUTCOMES, EngineCounters, Member, PoolCounters, RetryPolicy
+from .pooled import OUTCOMES, EngineCounters, PoolCounters, PoolEngine, RetryPolicy
 from .replay import ReplayShape
 from .request import new_rid
 from .retry_budget import RetryBudget
@@ -221,7 +221,7 @@ class EnginePool:
         if not self._fleet.started:
             self._fleet.start()
         limit = NEVER if deadline_s is None else self._clock() + deadline_s
-        call = Call(routing_key, sampling, limit, self._entrance.epoch)
+        call = PoolCall(routing_key, sampling, limit, self._entrance.epoch)
         self._budget.called()
         while True:
             member = await self._entrance.enter(call)
@@ -245,8 +245,8 @@ class EnginePool:
 
     async def _send(
         self,
-        member: Member,
-        call: Call,
+        member: PoolEngine,
+        call: PoolCall,
         prompt: RequestIds,
         sampling: Sampling,
         *,
@@ -289,7 +289,7 @@ class EnginePool:
             del member.flights[rid]
             self._entrance.leave(member)
 
-    def _answered(self, member: Member, completion: Completion, sent: int) -> None:
+    def _answered(self, member: PoolEngine, completion: Completion, sent: int) -> None:
         counters, limiter = member.counters, member.limiter
         counters.requests[completion.finish.value] += 1
         member.failures_in_row = 0
@@ -302,7 +302,7 @@ class EnginePool:
         if completion.versions and completion.versions[-1][0] != counters.version:
             self._fleet.saw_version(member, completion.versions[-1][0], sent)
 
-    async def _after(self, error: EngineFault, member: Member, call: Call) -> None:
+    async def _after(self, error: EngineFault, member: PoolEngine, call: PoolCall) -> None:
         """Return when the call may be tried again: after a fault that says nothing, or after all.
 
         Raises:
@@ -325,12 +325,12 @@ class EnginePool:
             self._fleet.failed(member, error)
         await self._again(error, member, call)
 
-    async def _is_paused(self, member: Member) -> bool:
+    async def _is_paused(self, member: PoolEngine) -> bool:
         """Ask an engine that is unavailable why: vLLM refuses calls during a pause."""
         await self._fleet.look(member)
         return member.paused
 
-    async def _reconnect(self, member: Member, call: Call) -> None:
+    async def _reconnect(self, member: PoolEngine, call: PoolCall) -> None:
         """Let a call be sent again at once: its connection was closed before it was answered.
 
         The engine closed what had been idle, did nothing wrong, and in all likelihood never saw the
@@ -341,7 +341,7 @@ class EnginePool:
         LINE.set(Line(fresh=True))
         await self._stop(member, call.rid)
 
-    async def _again(self, error: EngineFault, member: Member, call: Call) -> None:
+    async def _again(self, error: EngineFault, member: PoolEngine, call: PoolCall) -> None:
         """Return when a call may be tried again: it is worth it, paid for, stopped, and rested.
 
         Raises:
@@ -367,7 +367,7 @@ class EnginePool:
         self._entrance.check(call)
         await self._rest(wait_s)
 
-    async def _stop(self, member: Member, rid: str) -> None:
+    async def _stop(self, member: PoolEngine, rid: str) -> None:
         """Make sure that nobody samples for a call that is about to be tried again."""
         try:
             async with asyncio.timeout(self._policy.abort_wait_s):
@@ -442,7 +442,7 @@ class EnginePool:
             self._wire_log.close()
 
 
-async def _abort_flights(member: Member) -> None:
+async def _abort_flights(member: PoolEngine) -> None:
     """Abort every call that an engine has now; those that end meanwhile are left alone."""
     rids = iter(list(member.flights))
 

@@ -77,7 +77,7 @@ _AGGREGATOR_REASONS = (
 
 
 class EngineFigures(Protocol):
-    """What is published of one engine (`engines.member.EngineCounters`)."""
+    """What is published of one engine (`engines.pooled.EngineCounters`)."""
 
     url: str
     slot: int
@@ -89,7 +89,7 @@ class EngineFigures(Protocol):
 
 
 class PoolFigures(Protocol):
-    """What is published of a pool (`engines.member.PoolCounters`)."""
+    """What is published of a pool (`engines.pooled.PoolCounters`)."""
 
     retries: int
     retries_denied: int

@@ -87,7 +87,7 @@ class PoolCounters:
     """Calls that were aborted because all were."""
 
 
-class Member:
+class PoolEngine:
     """One engine of a pool."""
 
     __slots__ = (
