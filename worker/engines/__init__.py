@@ -21,12 +21,18 @@ def create_engine(settings: Settings, *, max_token_id: int) -> EnginePool:
         max_token_id: the highest id of the vocabulary; a reply with a higher one is a fault.
 
     Raises:
-        ConfigError: no URL, one that is none, or the same twice; replay rows of unknown shape.
+        ConfigError: no URL, one that is none, or the same twice; replay rows of unknown shape;
+            samples to score again by engines that score nothing.
     """
+    from rollstream.errors import ConfigError
+
     from .pool import EnginePool, RetryPolicy
     from .replay import replay_shape
+    from .vllm import UNSCORED
 
     engine = settings.engine
+    if engine.kind == "vllm" and settings.telemetry.rescore_fraction > 0:
+        raise ConfigError(f"engine.kind is 'vllm': {UNSCORED}")
     policy = RetryPolicy(
         max_retries=engine.max_retries,
         backoff_s=engine.retry_backoff_s,

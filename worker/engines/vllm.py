@@ -27,6 +27,8 @@ _ABSENT = frozenset({404, 405})
 """What a server answers on a path that it does not have."""
 _OFF = _ABSENT | {403}
 """Likewise, or on one that it was not told to serve (`--enable-scale-out`)."""
+UNSCORED = "samples cannot be scored again by vLLM here; set telemetry.rescore_fraction = 0"
+"""Why `score` refuses; said at the worker's start, too."""
 
 
 class _Paused(msgspec.Struct):
@@ -153,5 +155,5 @@ class VllmClient(HttpClient):
         """
         raise fault(
             Detail.REFUSED,
-            f"{self.url}: samples cannot be scored by vLLM here; set debug.rescore_fraction = 0",
+            f"{self.url}: {UNSCORED}",
         )

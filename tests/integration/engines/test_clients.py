@@ -456,7 +456,7 @@ async def test_a_server_that_lacks_a_path_is_not_taken_for_a_paused_one(kind: st
 
 async def test_vllm_scores_nothing_and_says_which_setting_asked() -> None:
     async with engine_and_client("vllm") as (engine, client):
-        with pytest.raises(EngineFault, match="rescore_fraction"):
+        with pytest.raises(EngineFault, match=r"set telemetry\.rescore_fraction = 0$"):
             await client.score(b"{}", timeout_s=1.0)
         assert engine.log == []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollstream.errors import ConfigError, EngineFault
-from rollstream.settings import DebugTable, EngineTable, Settings
+from rollstream.settings import DebugTable, EngineTable, Settings, TelemetryTable
 from tests.engine_pool import LOOKS, a_pool, ask, chosen, key_of, one_token, wait_until
 from tests.scripted_engine import ScriptedEngine, a_reply, hang, reset, scripted
 from worker.engines import create_engine
@@ -466,6 +466,14 @@ async def test_engine_of_the_configuration_takes_its_bounds(tmp_path: Path) -> N
         await pool.aclose()
     assert (error.detail, len(engine.requests) - questions) == ("unavailable", 2)
     assert len(list((tmp_path / "wire").glob("*.req"))) == len(engine.requests)
+
+
+async def test_vllm_scores_no_samples_and_the_start_says_which_setting_asks_for_it() -> None:
+    table = EngineTable(urls=("http://127.0.0.1:1",), kind="vllm")
+    settings = Settings(engine=table, telemetry=TelemetryTable(rescore_fraction=0.01))
+    with pytest.raises(ConfigError, match=r"'vllm'.* set telemetry\.rescore_fraction = 0$"):
+        create_engine(settings, max_token_id=9)
+    await create_engine(Settings(engine=table), max_token_id=9).aclose()
 
 
 async def test_many_calls_at_once_are_all_in_flight() -> None:
