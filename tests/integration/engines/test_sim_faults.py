@@ -17,6 +17,7 @@ from worker.engines.faults import Detail, detail_of_status
 from worker.engines.sim.damage import OVERFLOW_WORDS
 from worker.engines.sim.faults import NAMED, STATUSES, Fault
 from worker.engines.sim.policy import Policy, expected_log_probs, sampled_by
+from worker.engines.sim.server import LogProbsMode
 
 PROMPT = list(range(20, 32))
 KINDS = ("sglang", "vllm")
@@ -353,6 +354,68 @@ async def test_scored_prompt_is_of_the_weights_of_today(policy: Policy) -> None:
             said.append([entry[0] for entry in meta["input_token_logprobs"][1:]])
             await sim.post("/update_weight_version", {"new_version": "8"})
     assert said == [expected_log_probs(PROMPT, 4, version=one).tolist() for one in ("7", "8")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_weights_that_were_pushed_sample_under_the_old_label_until_somebody_names_them(
+    policy: Policy, kind: str
+) -> None:
+    async with sim_server(
+        policy, latency_s=60.0, version="6", versioned=True, logprobs_mode=LogProbsMode.PROCESSED
+    ) as sim:
+        asked = asyncio.create_task(sim.ask(kind, PROMPT, num=60))
+        await sim.flying(1)
+        sim.now_s += 20.0
+        assert (await sim.post("/sim/weights", {"weights": "7"})).status_code == 200
+        sim.now_s += 20.0
+        name = {"new_version": "7", "abort_all_requests": False}
+        assert (await sim.post("/update_weight_version", name)).status_code == 200
+        state = await sim.get("/sim")
+        assert (state["weight_version"], state["weights"]) == ("7", "7")
+        sim.now_s += 10.0
+        await sim.post("/abort_request", {"abort_all": True})
+        reply = (await asked).json()
+    ids, said, spans = read_weights(reply)
+    labels = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    really = sampled_by([*PROMPT, *ids], len(PROMPT), said, ["6", "7"])
+    assert [span["version"] for span in spans] == ["6", "7"]
+    assert 0 < really.count("6") < labels.count("6")
+    assert really == sorted(really, key=str)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_label_is_the_weights_until_they_are_set_and_a_restart_has_those_of_its_label(
+    policy: Policy, kind: str
+) -> None:
+    async def sampling() -> Any:
+        ids, said, _ = read_weights((await sim.ask(kind, PROMPT, num=6)).json())
+        return sampled_by([*PROMPT, *ids], len(PROMPT), said, ["6", "7", "8", "9"])[-1]
+
+    async with sim_server(
+        policy, version="6", versioned=True, logprobs_mode=LogProbsMode.PROCESSED
+    ) as sim:
+        await sim.post("/update_weight_version", {"new_version": "7"})
+        assert await sampling() == "7"
+        await sim.post("/sim/weights", {"weights": "8"})
+        await sim.post("/update_weight_version", {"new_version": "9"})
+        assert await sampling() == "8"
+        await sim.post("/sim/restart")
+        assert await sampling() == "6"
+        await sim.post("/update_weight_version", {"new_version": "9"})
+        assert await sampling() == "6"
+        for wrong in ({}, {"weights": 7}):
+            assert (await sim.post("/sim/weights", wrong)).status_code == 400
+
+
+def read_weights(reply: Any) -> tuple[list[int], np.ndarray, list[dict[str, Any]]]:
+    """Return (ids, log-probs, spans) of a reply of either protocol."""
+    if "meta_info" in reply:
+        meta = reply["meta_info"]
+        said = [entry[0] for entry in meta["output_token_logprobs"]]
+        return reply["output_ids"], np.array(said, np.float32), meta["weight_versions"]
+    choice = reply["choices"][0]
+    said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return choice["token_ids"], np.array(said, np.float32), choice["weight_versions"]
 
 
 # -- SGLang's pauses

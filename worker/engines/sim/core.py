@@ -91,7 +91,9 @@ class Flight:
     """Before the last pause."""
     is_aborted: bool = False
     changes: list[tuple[str, int]] = field(default_factory=list)
-    """(version that ended, after how many tokens)"""
+    """(label that ended, after how many tokens)"""
+    weight_changes: list[tuple[str, int]] = field(default_factory=list)
+    """(weights that ended, after how many tokens)"""
 
 
 Deliver: TypeAlias = Callable[[Flight, int, End], None]
@@ -104,6 +106,7 @@ class SimCore:
     Attributes:
         counts: requests by what happened to them, for tests and people.
         weight_version: the label: "default" until someone updates it.
+        weights: what samples: the label's, until someone sets them apart from it.
         paused: None while sampling goes on.
         flights: by a key that is unique.
     """
@@ -129,6 +132,8 @@ class SimCore:
         self.on_resume: list[Callable[[], None]] = []
         self.on_restart: list[Callable[[], None]] = []
         self._first_version = weight_version
+        self._weights: str | None = None
+        """Those that were set apart from the label."""
         self._dice = FaultDice(faults)
         self._when_idle: list[Callable[[], None]] = []
 
@@ -212,7 +217,8 @@ class SimCore:
                 return num - 1, fault
             return num, None
         if fault is Fault.VERSION_CHANGE:
-            possible = num > 1 and self.weight_version.isdigit() and int(self.weight_version) > 0
+            names = (self.weight_version, self.weights)
+            possible = num > 1 and all(name.isdigit() and int(name) > 0 for name in names)
             return num, fault if possible else None
         if fault in NEED_TOKENS and num == 0:
             return num, None
@@ -229,6 +235,7 @@ class SimCore:
     def _deliver(self, flight: Flight, num: int, end: End) -> None:
         if flight.fault is Fault.VERSION_CHANGE and num > 1:
             flight.changes.insert(0, (str(int(self.weight_version) - 1), num // 2))
+            flight.weight_changes.insert(0, (str(int(self.weights) - 1), num // 2))
         self.counts[f"finish_{end.kind}"] += 1
         flight.answer(flight, num, end)
 
@@ -261,7 +268,7 @@ class SimCore:
         return flight.elapsed_s + self.clock() - flight.started_s
 
     def spans(self, flight: Flight, num: int) -> list[dict[str, Any]]:
-        """Return which label sampled which of the first `num` tokens."""
+        """Return under which label which of the first `num` tokens were sampled."""
         return version_spans(flight.changes, self.weight_version, num)
 
     def log_probs(self, flight: Flight, num: int) -> LogProbs:
@@ -273,7 +280,7 @@ class SimCore:
             return flight.reply.log_probs[:num]
         labels = [
             span["version"]
-            for span in self.spans(flight, num)
+            for span in version_spans(flight.weight_changes, self.weights, num)
             for _ in range(span["start"], span["end"])
         ]
         return self.policy.score(
@@ -282,7 +289,7 @@ class SimCore:
 
     def score(self, ids: TokenIds, start: int) -> LogProbs:
         """Return the log-probs of a prompt's ids from `start` on, at T = 1, by today's weights."""
-        return self.policy.score(ids, start, 1.0, self.weight_version if self.versioned else None)
+        return self.policy.score(ids, start, 1.0, self.weights if self.versioned else None)
 
     def fed(self, flight: Flight, num: int) -> TokenIds:
         """Return the prompt and the first `num` tokens of the reply."""
@@ -347,14 +354,33 @@ class SimCore:
         else:
             call()
 
+    @property
+    def weights(self) -> str:
+        """Return which weights sample."""
+        return self.weight_version if self._weights is None else self._weights
+
     def set_version(self, label: str) -> None:
-        """Sample under other weights from here on; what is in flight goes on."""
+        """Call the weights something else from here on; what is in flight goes on.
+
+        Unless weights were set apart from the label, they are others then too.
+        """
         self.counts["version_updates"] += 1
         for flight in self.flights.values():
             num = self._said(flight)
             if num > 0:
                 flight.changes.append((self.weight_version, num))
+                if self._weights is None:
+                    flight.weight_changes.append((self.weights, num))
         self.weight_version = label
+
+    def set_weights(self, weights: str) -> None:
+        """Sample under other weights from here on, whatever the label says, then and later."""
+        self.counts["weight_updates"] += 1
+        for flight in self.flights.values():
+            num = self._said(flight)
+            if num > 0:
+                flight.weight_changes.append((self.weights, num))
+        self._weights = weights
 
     def pause_for(self, seconds: float) -> None:
         """Sample nothing for a while, as if somebody paused; a pause that is on stays as it is."""
@@ -372,6 +398,8 @@ class SimCore:
     def restart(self, label: str | None = None) -> None:
         """Lose everything that is in flight, and be as at the start: no pause, the first label.
 
+        Its weights are those of that label; were they apart from it, they stay so.
+
         Args:
             label: another one than the first.
         """
@@ -380,6 +408,8 @@ class SimCore:
             self._forget(key, flight)
             flight.exchange.drop()
         self.weight_version = self._first_version if label is None else label
+        if self._weights is not None:
+            self._weights = self.weight_version
         for call in self.on_restart:
             call()
         if self.paused is not None:

@@ -56,7 +56,7 @@ class Dialect:
     protocols: Protocols = Protocols.BOTH
     logprobs_mode: LogProbsMode = LogProbsMode.AUTO
     versioned: bool = False
-    """Log-probs depend on the label of the weights that sampled the token."""
+    """Log-probs depend on the weights that sampled the token."""
     vllm_dev: bool = True
     """Without it vLLM's control calls are 404."""
     vllm_old: bool = False
@@ -119,6 +119,7 @@ class SimEngine:
             "/sim/next": ("POST", self._next),
             "/sim/pause": ("POST", self._pause_for),
             "/sim/restart": ("POST", self._restart),
+            "/sim/weights": ("POST", self._set_weights),
         }
 
     @property
@@ -161,6 +162,7 @@ class SimEngine:
             "in_flight": len(core.flights),
             "most_in_flight": core.most_in_flight,
             "weight_version": core.weight_version,
+            "weights": core.weights,
             "paused": core.paused,
             "counts": dict(core.counts),
             "paths": dict(self.paths),
@@ -185,6 +187,14 @@ class SimEngine:
     def _restart(self, exchange: Exchange) -> None:
         label = json_object(exchange.body).get("weight_version")
         self.core.restart(None if label is None else str(label))
+        exchange.answer(200, b"{}")
+
+    def _set_weights(self, exchange: Exchange) -> None:
+        """Put other weights in, and name nothing: what a trainer's push does to a real server."""
+        weights = json_object(exchange.body).get("weights")
+        if not isinstance(weights, str):
+            raise Refused('expected {"weights": label}')
+        self.core.set_weights(weights)
         exchange.answer(200, b"{}")
 
 
