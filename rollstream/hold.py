@@ -124,8 +124,18 @@ class Hold:
         if info is None:
             raise RunMissing(f"Redis has no run {self.queue.run!r}")
         self.info, self.intake.rules = info, info.envs
+        self._end_own_pause(info)
         self.lineage.fold()
         self._next_pulse_mono_s = now + min(MAX_WAIT_S, info.lease_s / 4)
+
+    def _end_own_pause(self, info: RunInfo) -> None:
+        """End a pause of ours that is over here, and not in Redis.
+
+        It was away when the pause was to be ended, or has forgotten that it was.
+        """
+        consumer = self.lineage.consumer
+        if info.pause_by == consumer and not self.paused_here:
+            self.queue.call(calls.by(consumer, calls.resume(consumer)))
 
     def pulse_soon(self) -> None:
         """Look at everything again with the next pulse: something went wrong."""

@@ -51,8 +51,8 @@ class Pausing:
         self._mode: PauseMode = "keep"
         self._deadline_s = 0.0
         self._seq = 0
-        self._standing: PauseMode | None = None
-        """Mode of a pause that stood before and has no deadline: somebody wants it to last."""
+        self._standing: ScriptCall[ControlAnswer] | None = None
+        """A pause that stood before and has no deadline: somebody wants it to last."""
         self._was_here = False
         self._looked_mono_s = 0.0
 
@@ -65,7 +65,7 @@ class Pausing:
     ) -> None:
         """Pause the run, in one round trip behind what is to be said first."""
         self._mode, self._deadline_s = mode, deadline_s
-        pause = calls.pause(mode, deadline_s)
+        pause = calls.pause(mode, deadline_s, self._hold.lineage.consumer)
         with self._lock:
             hold = self._hold
             self._was_here = hold.paused_here
@@ -74,14 +74,14 @@ class Pausing:
             hold.paused_here = True
         self._seq = answers[-1].control_seq
 
-    def _lasting_pause(self) -> PauseMode | None:
+    def _lasting_pause(self) -> ScriptCall[ControlAnswer] | None:
         queue = self._hold.queue
-        fields = ("state", "pause_mode", "pause_until")
+        fields = ("state", "pause_mode", "pause_until", "pause_by")
         found: Any = queue.client.hmget(f"{queue.prefix}m", fields)
-        state, mode, until = (b"" if value is None else bytes(value) for value in found)
+        state, mode, until, who = (b"" if value is None else bytes(value) for value in found)
         if state != b"paused" or until not in (b"", b"0"):
             return None
-        return "abort" if mode == b"abort" else "keep"
+        return calls.pause("abort" if mode == b"abort" else "keep", trainer=who.decode())
 
     def await_workers(
         self, confirm_s: float, *, idle: bool, interrupt: threading.Event
@@ -146,13 +146,16 @@ class Pausing:
         if info.state != "paused" or info.control_seq < self._seq:
             # Resumed by somebody, or a Redis that lost its last moments; an ended run says so.
             with self._lock:
-                pause = calls.pause(self._mode, self._deadline_s)
+                pause = calls.pause(self._mode, self._deadline_s, self._hold.lineage.consumer)
                 self._seq = control.change(self._hold, pause).control_seq
         self._looked_mono_s = now
 
     def end(self) -> ScriptCall[ControlAnswer]:
-        """Return what ends this pause: a resume, or the pause that stood before."""
-        return calls.resume() if self._standing is None else calls.pause(self._standing)
+        """Return what ends this pause: a resume, or the pause that stood before.
+
+        One that somebody else set meanwhile is theirs to end.
+        """
+        return self._standing or calls.resume(self._hold.lineage.consumer)
 
     def ended(self) -> None:
         """Count the pause as ended."""

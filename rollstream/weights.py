@@ -36,6 +36,11 @@ CALL_TIMEOUT_S = 60.0
 """How long one change of the run outlasts a Redis outage."""
 POST_TIMEOUT_S = 10.0
 VERSION_PATH = "/update_weight_version"
+CLEAR_TIMEOUT_S = 5.0
+ABORT_ALL: Sequence[tuple[str, dict[str, object]]] = (
+    ("/abort_request", {"abort_all": True}),  # SGLang's
+    ("/abort_requests", {"request_ids": []}),  # vLLM's, in dev mode; an empty list is all
+)
 BUSY = (
     "this stream is inside updating_weights (or drain): it pauses, sets the version and resumes by "
     "itself, and only one is under way at a time"
@@ -71,6 +76,9 @@ class Plan:
     confirm_s: float
     ack: Sequence[Batch]
     post: bool
+    clears: bool
+    """End every call at the engines before the block: they are this run's alone, and nobody's
+    GPUs but the trainer's."""
 
     @property
     def engine_label(self) -> str:
@@ -114,6 +122,8 @@ class Weights:
         self.figures = Figures()
         self._silent_engines: set[str] = set()
         """Engines of which it was said that they take no version."""
+        self._uncleared_engines: set[str] = set()
+        """Engines of which it was said that they do not stop their calls."""
 
     # --- versions and pauses -------------------------------------------------------------------
     def set_version(self, version: int, label: str | None) -> None:
@@ -158,7 +168,8 @@ class Weights:
         control.check_mode(mode)
         check_seconds(deadline_s=deadline_s)
         with self._lock:
-            self._live([calls.pause(mode, deadline_s)], timeout_s)
+            pause = calls.pause(mode, deadline_s, self._hold.lineage.consumer)
+            self._live([pause], timeout_s)
             self._hold.paused_here = True
 
     def resume(self, timeout_s: float) -> None:
@@ -238,13 +249,15 @@ class Weights:
         version = self.checked(version)
         if label is not None:
             calls.set_label(version, label)  # refuses an empty or endless one before the pause
+        is_shared = runs_as == "colocated"
+        # Whoever stops calls waits for their end: the engines hold their tokens until then.
+        wait_idle = mode == "abort" or (is_shared if wait_idle is None else wait_idle)
         return Plan(
             version=version,
             mode=mode,
             label=label,
-            # Whoever stops calls waits for their end: the engines hold their tokens until then.
-            wait_idle=mode == "abort"
-            or (runs_as == "colocated" if wait_idle is None else wait_idle),
+            wait_idle=wait_idle,
+            clears=is_shared and wait_idle,
             deadline_s=deadline_s,
             confirm_s=confirm_s,
             ack=batches,
@@ -320,6 +333,26 @@ class Weights:
                 extra={"run": self._hold.info.run, "engine": posted.url, "version": plan.version},
             )
 
+    def clear_engines(self, engines: Sequence[str]) -> None:
+        """Have engines stop every call: what a killed worker asked for still runs there.
+
+        No worker that lives has one. Engines answer first and stop the calls with their next step.
+        """
+        left, error = list(engines), ""
+        for path, body in ABORT_ALL:
+            posted = post_all(left, path, body, timeout_s=CLEAR_TIMEOUT_S)
+            failed = [one for one in posted if one.error]
+            left, error = [one.url for one in failed], failed[0].error if failed else ""
+        new = set(left) - self._uncleared_engines
+        self._uncleared_engines = set(left)
+        if new:
+            log.warning(
+                "engines did not stop all calls (%s): of a worker that was killed some may still "
+                "run in the block",
+                error,
+                extra={"run": self._hold.info.run, "engines": sorted(new)},
+            )
+
     def finish(self, plan: Plan, update: WeightUpdate, pausing: Pausing) -> None:
         """End an update whose block is done: ack, engines, version, resume."""
         hold = self._hold
@@ -386,6 +419,8 @@ class Updating:
             update.engines = weights.engines()
             if not update.engines:
                 log.warning("no engine is known: name them with set_engines, or start a worker")
+            if plan.clears:
+                weights.clear_engines(update.engines)
             update.entered_s = time.monotonic() - self._started_mono_s
             weights.figures.enter_s = update.entered_s
             weights.current = update

@@ -304,7 +304,9 @@ def connect(consumer: str, number: int) -> ScriptCall[ControlAnswer]:
     return ScriptCall("control", ("connect", consumer, number), _parse_control)
 
 
-def pause(mode: str = "keep", deadline_s: float = 0.0) -> ScriptCall[ControlAnswer]:
+def pause(
+    mode: str = "keep", deadline_s: float = 0.0, trainer: str = ""
+) -> ScriptCall[ControlAnswer]:
     """Lease nothing more until `resume`; deadlines stand still.
 
     A pause of a paused run replaces its mode and its deadline, which begins anew.
@@ -312,13 +314,16 @@ def pause(mode: str = "keep", deadline_s: float = 0.0) -> ScriptCall[ControlAnsw
     Args:
         mode: what becomes of calls under way: `keep` lets them go on, `abort` stops them.
         deadline_s: on the queue clock; then a sweep resumes the run. 0 is none.
+        trainer: token of the trainer whose pause it is; empty is anybody's.
     """
-    return ScriptCall("control", ("pause", mode, int(deadline_s * 1000)), _parse_control)
+    args = ("pause", mode, int(deadline_s * 1000), *((trainer,) if trainer else ()))
+    return ScriptCall("control", args, _parse_control)
 
 
-def resume() -> ScriptCall[ControlAnswer]:
-    """End a pause."""
-    return ScriptCall("control", ("resume",), _parse_control)
+def resume(trainer: str = "") -> ScriptCall[ControlAnswer]:
+    """End a pause; with `trainer` only one that is that trainer's."""
+    args = ("resume", trainer) if trainer else ("resume",)
+    return ScriptCall("control", args, _parse_control)
 
 
 def by(consumer: str, change: ScriptCall[ControlAnswer]) -> ScriptCall[ControlAnswer]:

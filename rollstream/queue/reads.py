@@ -80,6 +80,8 @@ class RunInfo:
     """What the engines call which version: the newest 64 that the trainer named."""
     pause_mode: str = ""
     """`keep` or `abort`; empty while the run is not paused."""
+    pause_by: str = ""
+    """Token of the trainer that paused it; empty where somebody else did, or it is not paused."""
     paused_s: float = 0.0
     """How long the pause under way lasted at the latest sweep."""
     pause_left_s: float | None = None
@@ -256,6 +258,7 @@ def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
         envs=envs,
         labels={text_of(label): int(version) for label, version in pairs_of(labels)},
         pause_mode=m.get("pause_mode", "") if paused else "",
+        pause_by=m.get("pause_by", "") if paused else "",
         paused_s=max(0, int(m["clock"]) - int(m["paused_at"])) / 1000 if paused else 0.0,
         pause_left_s=max(0, pause_until - int(m["clock"])) / 1000 if pause_until else None,
         engines=tuple(json.loads(m["engines"])) if "engines" in m else None,

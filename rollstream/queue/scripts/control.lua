@@ -1,5 +1,5 @@
 -- control: connect of a trainer, weight version and labels, pause, resume, engines, one budget. All are absolute.
--- argv: connect consumer number | version v label | label v label | pause mode deadline_ms | resume | engines json | set budget value | by consumer and any of these but connect
+-- argv: connect consumer number | version v label | label v label | pause mode deadline_ms [trainer] | resume [trainer] | engines json | set budget value | by consumer and any of these but connect
 -- keys: m HASH, lb HASH, d ZSET, ctl STREAM, bell LIST, c HASH
 -- group: -
 -- member: -
@@ -12,7 +12,7 @@ local ON_STALE = {drop = true, requeue = true, deliver = true}
 local MAX_LABELS = 64
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
-  'version', 'connects', 'pause_mode', 'consumer')
+  'version', 'connects', 'pause_mode', 'pause_by', 'consumer')
 if not run.state then return {'lost'} end
 local clock = clock_of(run)
 local change = {}
@@ -56,23 +56,24 @@ function change.version(version, label)
   return true
 end
 
--- The deadline is not announced: it is the sweeps' business.
-function change.pause(mode, deadline_ms)
+-- The deadline is not announced: it is the sweeps' business. Whose pause it is, is remembered.
+function change.pause(mode, deadline_ms, who)
   if run.state ~= 'running' and run.state ~= 'paused' then return false end
   local deadline = tonumber(deadline_ms or 0)
   local pause_until = deadline > 0 and int(clock + deadline) or '0'
   if run.state == 'paused' then
-    call('HSET', M, 'pause_until', pause_until, 'pause_mode', mode)
+    call('HSET', M, 'pause_until', pause_until, 'pause_mode', mode, 'pause_by', who or '')
     return run.pause_mode ~= mode
   end
   call('HSET', M, 'state', 'paused', 'paused_at', int(clock), 'pause_mode', mode,
-    'pause_until', pause_until)
+    'pause_until', pause_until, 'pause_by', who or '')
   call('HINCRBY', K .. 'c', 'pauses', 1)
   return true
 end
 
-function change.resume()
-  if run.state ~= 'paused' then return false end
+-- A trainer ends the pause of its own; one that somebody set since then stays.
+function change.resume(who)
+  if run.state ~= 'paused' or (who and who ~= run.pause_by) then return false end
   end_pause(run, clock)
   return true
 end
@@ -91,15 +92,17 @@ function change.set(budget, value)
 end
 
 check_types('ctl bell c lb')
-local op, first, second = unpack(ARGV)
+local op, first, second, third = unpack(ARGV)
 -- A trainer that a later one followed, or that the server forgot, changes nothing.
 local is_theirs = false
 if op == 'by' then
   is_theirs = run.consumer ~= first
-  op, first, second = unpack(ARGV, 3)
+  op, first, second, third = unpack(ARGV, 3)
 end
 if not change[op] or (op == 'set' and not BUDGETS[first]) then return {'unknown'} end
 if op == 'set' and first == 'on_stale' and not ON_STALE[second] then return {'unknown'} end
-if not is_theirs and change[op](first, second) then announce(op, first) end
+if not is_theirs and change[op](first, second, third) then
+  announce(op, op ~= 'resume' and first or nil)
+end
 return call('HMGET', M, 'state', 'version', 'control_seq', 'epoch', 'consumer', 'connects',
   'rewind_id')

@@ -29,7 +29,8 @@ _M_FIELDS: dict[str, frozenset[str]] = {
                         "paused_total", "pause_until"},
     "rewind": _ALWAYS | {"rewind_id", "epoch", "done", "control_seq"},
     "control": frozenset({"state", "version", "label", "consumer", "connects", "paused_at",
-                          "paused_total", "pause_mode", "pause_until", "engines", "control_seq"}),
+                          "pause_by", "paused_total", "pause_mode", "pause_until", "engines",
+                          "control_seq"}),
     "end": frozenset({"state", "done", "error", "control_seq"}),
 }  # fmt: skip
 """Fields of `m` that a script may change."""

@@ -372,6 +372,15 @@ def _requeue(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
 
 # --- the run -------------------------------------------------------------------------------------
 def _control(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
+    if args[0] != "by" or not scene.before.exists:
+        return _controlled(args, scene)
+    m = scene.before.m
+    if args[1] != m["consumer"]:
+        return _words(m, int(m["control_seq"]))
+    return _controlled(args[2:], scene)
+
+
+def _controlled(args: list[str], scene: Scene) -> Any:
     sight, op = scene.before, args[0]
     if not sight.exists:
         return ControlAnswer("lost", 0, 0, 0)
@@ -392,7 +401,7 @@ def _control(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
         changed = kept_labels(sight, int(args[1]), args[2]) != sight.lb
     elif op == "engines":
         changed = args[1] != m.get("engines", "")
-    elif op == "resume" and m["state"] == "paused":
+    elif op == "resume" and m["state"] == "paused" and args[1:] in ([], [m["pause_by"]]):
         m, changed = m | {"state": "running"}, True
     elif op == "set":
         changed = m.get(args[1]) != args[2]

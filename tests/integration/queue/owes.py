@@ -201,12 +201,18 @@ def _after_verdict(args: list[str], answer: Any, scene: Scene, after: Sight) -> 
 
 def _after_control(args: list[str], answer: Any, scene: Scene, after: Sight) -> None:
     before, op = scene.before, args[0]
+    if op == "by":
+        if args[1] != before.m["consumer"]:
+            assert after.m == before.m, "changed in the name of another"
+            return
+        args, op = args[2:], args[2]
     run_clock = before.clock(scene.now_ms)[1]
     if op in ("pause", "resume"):
         assert after.clock(scene.now_ms)[1] == run_clock, f"{op} moved the run clock"
     if op == "pause" and answer.state == "paused":
         pause_until = before.clock(scene.now_ms)[0] + int(args[2]) if int(args[2]) else 0
         assert (after.m["pause_mode"], int(after.m["pause_until"])) == (args[1], pause_until)
+        assert [after.m["pause_by"]] == (args[3:] or [""])
     if op == "label":
         _check_labels(int(args[1]), args[2], before, after)
     if op == "engines":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,8 +11,15 @@ from typing import Any, cast
 import pytest
 
 from rollstream.control import PauseMode
-from rollstream.errors import ConsumerTaken, PauseNotConfirmed, RunFailed, StreamError
+from rollstream.errors import (
+    ConsumerTaken,
+    PauseNotConfirmed,
+    RunFailed,
+    StreamError,
+    StreamStalled,
+)
 from rollstream.queue import calls
+from rollstream.runs import Interrupted
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage, wait_until
 from tests.integration.stream.crew import Hand, an_engine
@@ -411,6 +419,89 @@ def test_a_run_that_is_ended_while_workers_are_waited_for_is_told(
     with pytest.raises(RunFailed, match="enough"), stream.updating_weights(1):
         raise AssertionError("entered")
     ender.join(20)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pause_that_an_operator_sets_in_the_block_stands_behind_it(
+    run: Backstage, connect: Connect, fails: bool
+) -> None:
+    stream = connect()
+    with contextlib.suppress(KeyError), stream.updating_weights(1, post=False):
+        run.queue.call(calls.pause("keep"))
+        if fails:
+            raise KeyError
+    assert (info_of(run).state, info_of(run).version) == ("paused", 1 - fails)
+    stream.resume()
+    assert info_of(run).state == "running"
+
+
+def test_a_pause_that_is_over_here_and_stands_in_redis_again_is_ended_by_who_waits_for_groups(
+    run: Backstage, connect: Connect
+) -> None:
+    stream, kept = connect(), []
+    with stream.updating_weights(1, post=False):
+        kept.append(run.keys())
+    run.roll_back(kept[0])
+    assert info_of(run).state == "paused"
+    wait_until(lambda: ended(stream) and info_of(run).state == "running")
+    assert info_of(run).version == 1
+    # An operator's is nobody else's to end, nor one of this trainer that still stands.
+    for pause in (lambda: run.queue.call(calls.pause("keep")), stream.pause):
+        pause()
+        ended(stream)
+        assert info_of(run).state == "paused"
+        stream.resume()
+
+
+def ended(stream: GroupStream) -> bool:
+    """Wait in vain for a group, over some looks at the run."""
+    with contextlib.suppress(StreamStalled, Interrupted):
+        # A pause of its own does not stall a trainer, so that wait is interrupted.
+        interrupt = threading.Event()
+        timer = threading.Timer(0.8, interrupt.set)
+        timer.start()
+        try:
+            stream.next_batch(1, 0.6, interrupt)
+        finally:
+            timer.cancel()
+            timer.join()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("weights_mode", "how", "clears"),
+    [
+        ("colocated", {}, True),
+        ("colocated", {"mode": "keep"}, True),
+        ("colocated", {"mode": "keep", "wait_idle": False}, False),
+        ("on_policy", {}, False),
+        ("async", {"mode": "abort"}, False),
+    ],
+)
+def test_engines_that_share_the_trainers_gpus_are_told_to_stop_what_dead_workers_asked(
+    run: Backstage,
+    connect: Connect,
+    hire: Hire,
+    caplog: pytest.LogCaptureFixture,
+    weights_mode: str,
+    how: dict[str, Any],
+    clears: bool,
+) -> None:
+    run.budgets["weights_mode"] = weights_mode
+    run.open()
+    with engines(2) as (sglang, other):
+        other.answer = (404, b"")
+        hire(engines=[an_engine(sglang.url), an_engine(other.url)])
+        stream = connect()
+        for version in (1, 2):
+            with stream.updating_weights(version, post=False, **how):
+                times = version if clears else 0
+                first: tuple[str, object] = ("/abort_request", {"abort_all": True})
+                assert sglang.got == [first] * times
+                assert other.got == [first, ("/abort_requests", {"request_ids": []})] * times
+    said = [r for r in caplog.records if "did not stop all calls" in r.getMessage()]
+    assert len(said) == clears, "once an engine"
+    assert all("HTTP 404" in r.getMessage() for r in said)
 
 
 def test_a_label_that_comes_back_keeps_its_meaning_until_the_new_weights_are_in_place(

@@ -218,6 +218,20 @@ def test_what_the_producer_opened_the_run_with_is_told(bench: Bench) -> None:
 
 
 # --- in whose name -------------------------------------------------------------------------------
+def test_a_trainer_ends_its_own_pause_and_nobody_elses(bench: Bench) -> None:
+    bench.call(calls.pause("keep", 0, "trainer"))
+    assert _info(bench).pause_by == "trainer"
+    assert bench.call(calls.resume("other")).state == "paused"
+    bench.call(calls.pause("keep"))  # an operator's, in its place
+    assert _info(bench).pause_by == ""
+    assert bench.call(calls.resume("trainer")).state == "paused"
+    bench.call(calls.pause("keep", 0, "trainer"))
+    assert bench.call(calls.resume("trainer")).state == "running"
+    assert _info(bench).pause_by == ""
+    bench.call(calls.pause("keep", 0, "trainer"))
+    assert bench.call(calls.resume()).state == "running", "who says nothing ends any"
+
+
 @pytest.mark.parametrize(
     "change",
     [

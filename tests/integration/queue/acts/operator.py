@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rollstream.queue import calls
+from rollstream.queue.answers import ControlAnswer
+from rollstream.queue.calls import ScriptCall
 from tests.integration.queue.acts.server import ServerActs
 
 BUDGETS: dict[str, list[int | str]] = {
@@ -56,9 +58,14 @@ class OperatorActs(ServerActs):
             assert info.engines == (None if urls is None else tuple(urls))
         elif kind == "pause":
             mode, deadline_s = self.rng.choice(["keep", "abort"]), self.rng.choice([0, 0.4, 3])
-            self.call(calls.pause(mode, deadline_s))
+            self.call(self._by_somebody(calls.pause(mode, deadline_s, self.rng.choice(["", "t"]))))
         else:
-            self.call(calls.resume())
+            self.call(self._by_somebody(calls.resume(self.rng.choice(["", "", "t"]))))
+
+    def _by_somebody(self, change: ScriptCall[ControlAnswer]) -> ScriptCall[ControlAnswer]:
+        """In nobody's name, the trainer's, or that of one that is none any more."""
+        name = self.rng.choice([None, None, self.sight.m["consumer"], "replaced"])
+        return change if name is None else calls.by(name, change)
 
     def pause_expires(self) -> None:
         """Whoever paused the run died: it goes on by itself, in time and not before."""
