@@ -1,41 +1,32 @@
 """The engines of a pool: which there are, how each is, and which of them take calls.
 
-Owns membership (configuration, names, routers, a trainer's list), the looks at every engine, and
-the state of each. Never sends a call and never chooses an engine for one: that is the pool's.
-Invariants: an engine takes calls exactly while it is in `open`; one that joins gets there by an
-answer of its own; one that leaves keeps the calls that it has until they end.
-
-A look asks what an engine serves and whether it is paused, and never loads it (`client.look`). All
-engines are looked at every `probe_interval_s`, and at once when something says that they changed.
+Owns membership (configuration, names, routers, a trainer's list), the state of each engine, and who
+takes calls. Never sends a call, never chooses an engine for one (the pool does), and never asks one
+how it is (`looks` does). Invariants: an engine takes calls exactly while it is in `open`; one that
+joins gets there by an answer of its own; one that leaves keeps the calls that it has until they
+end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from rollstream.errors import ConfigError, EngineFault
+from rollstream.errors import ConfigError
 from rollstream.sample import UNKNOWN_VERSION
 
-from .client import EngineClient, Look
+from .background import Background
+from .client import EngineClient
 from .discovery import Ask, NoAnswer, check_spec, engines_of, is_moving, unique
-from .faults import Detail, fault, rule_of
-from .logprob_mode import Mode, find_mode, raw_text
+from .faults import Detail, fault
+from .logprob_mode import Mode, raw_text
+from .looks import LOOKS_BEFORE_DOWN, FirstQuestions, Looks
 from .pooled import PoolCounters, PoolEngine, RetryPolicy
 from .states import ALIVE, State
 from .versions import VersionMap
-
-FOLLOW_S = 0.05
-"""First wait before an engine that is paused or behind is looked at again; it doubles up to:"""
-FOLLOW_PAUSED_S = 0.5
-LOOKS_BEFORE_DOWN = 3
-"""So many looks in a row without an answer put an engine aside: it may just be slow to answer."""
-MODE_TIMEOUT_S = 30.0
-"""Of the questions about log-probs: an engine that is busy with others' calls queues them."""
 
 log = structlog.get_logger("worker")
 
@@ -50,7 +41,7 @@ class Fleet:
         version: the run's weight version.
         generation: how often `members` changed.
         has_raw: a member's log-probs are those of T = 1 whatever T it samples at.
-        is_held: nobody is to sample anything now: an engine that is new counts as paused.
+        looks: at them.
     """
 
     def __init__(
@@ -61,10 +52,7 @@ class Fleet:
         ask: Ask,
         policy: RetryPolicy,
         versions: VersionMap,
-        max_token_id: int,
-        check_logprobs: bool,
-        scaled: bool,
-        scaled_name: str,
+        questions: FirstQuestions | None,
         changed: Callable[[], None],
     ) -> None:
         """Take the engines that are named by their own URLs in at once; no I/O yet.
@@ -75,10 +63,7 @@ class Fleet:
             ask: GETs a URL for a router's list.
             policy: its intervals, and the bound of calls.
             versions: what labels mean.
-            max_token_id: of the vocabulary.
-            check_logprobs: ask every engine what its log-probs are before it takes calls.
-            scaled: this worker samples at other temperatures than 1, so raw log-probs are no use.
-            scaled_name: what those are called that follow the temperature (`logprob_mode`).
+            questions: that an engine answers before it takes calls; None asks none.
             changed: called after every change of `open`.
         """
         self.members: list[PoolEngine] = []
@@ -90,15 +75,22 @@ class Fleet:
         self._specs = self._configured
         self._new_client, self._ask, self._policy = new_client, ask, policy
         self._versions, self._labels = versions, dict[str, int]()
-        self._max_token_id, self._scaled = max_token_id, scaled
-        self._check_logprobs, self._scaled_name = check_logprobs, scaled_name
+        self._scaled = questions is not None and questions.scaled
         self._changed = changed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
+        self.looks = Looks(
+            questions,
+            policy=policy,
+            background=self._background,
+            counters=self.counters,
+            version_of=lambda label: versions.of(label, self.version),
+            refresh=self.refresh,
+        )
         self._named_anew = asyncio.Event()
         self._is_labelled = False
         self._found: dict[str, list[str]] = {}
-        self.started = self._closed = self.is_held = False
-        self._apply(known=not check_logprobs)
+        self.started = False
+        self._apply(known=questions is None)
 
     # --- which there are -------------------------------------------------------------------------
     def set_members(self, urls: Sequence[str] | None) -> None:
@@ -149,7 +141,7 @@ class Fleet:
             self.leaving.remove(back)
             back.leaving, back.counters.slot = False, slot
             self.members.append(back)
-            self.look_soon(back)
+            self.looks.soon(back)
             return
         try:
             client = self._new_client(url)
@@ -161,11 +153,11 @@ class Fleet:
         member = PoolEngine(
             client, max_in_flight=self._policy.max_in_flight, slot=slot, known=known
         )
-        member.extend = lambda: self._extension(member)
+        member.extend = lambda: self.looks.extension(member)
         self.members.append(member)
         if self.started:
             log.info("engine_joins", engine=url)
-            self.look_soon(member)
+            self.looks.soon(member)
 
     def _leave(self, member: PoolEngine) -> None:
         self.members.remove(member)
@@ -189,7 +181,7 @@ class Fleet:
         if member.looking is not None:
             member.looking.cancel()
         if self.started:
-            self._spawn(member.client.aclose())
+            self._background.spawn(member.client.aclose())
 
     async def _discover(self) -> None:
         """Ask names and routers again and again; what gives no answer keeps the engines it had."""
@@ -225,10 +217,10 @@ class Fleet:
             for member in self.members:
                 member.counters.version = self._versions.of(member.label, version)
             self.refresh()
-        if self.started and not self._closed:
+        if self.started and not self.looks.closed:
             for member in again:
                 member.follow_s = 0.0
-                self.look_soon(member)
+                self.looks.soon(member)
 
     def refresh(self) -> None:
         """Work out every member's state from the facts, and who takes calls."""
@@ -299,7 +291,7 @@ class Fleet:
             member.counters.version = version
             self.refresh()
         elif 0 <= version < sent <= known:
-            self.look_soon(member)
+            self.looks.soon(member)
 
     def check_named(
         self, member: PoolEngine, versions: Sequence[tuple[int, int, int]], sent: int
@@ -314,148 +306,18 @@ class Fleet:
         elif self._policy.require_version and sent > 0 and member.names_replies:
             member.label, member.counters.version = None, UNKNOWN_VERSION
             self.refresh()
-            self.look_soon(member)
+            self.looks.soon(member)
             raise fault(Detail.BAD_REPLY, f"{member.client.url}: weights that nobody named")
 
-    def failed(self, member: PoolEngine, error: EngineFault) -> None:
-        """Count a fault against an engine; enough in a row put it aside."""
-        rule = rule_of(error)
-        if rule.eject_after == 0:
-            return
-        member.failures_in_row += 1
-        if member.failures_in_row >= rule.eject_after:
-            self.eject(member)
-
-    def eject(self, member: PoolEngine) -> None:
-        """Put an engine aside until it answers."""
-        if not member.counters.up:
-            return
-        member.counters.up = False
-        member.counters.ejections += 1
-        member.mode, member.mode_name = None, ""  # it may come back started in another way
-        self.refresh()
-        if not self._closed:
-            self.look_soon(member)
-
-    # --- looks -----------------------------------------------------------------------------------
+    # --- begin and end ---------------------------------------------------------------------------
     def start(self) -> None:
         """Begin to look at the engines at intervals."""
         self.started = True
-        self._spawn(self._watch())
-        self._spawn(self._discover())
+        self._background.spawn(self.looks.watch(self.members))
+        self._background.spawn(self._discover())
         for member in self.members:
             if not member.seen:
-                self.look_soon(member)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._policy.probe_interval_s)
-            for member in self.members:
-                if member.looking is None:
-                    self.look_soon(member)
-
-    def look_soon(self, member: PoolEngine) -> asyncio.Task[None]:
-        """Look at an engine, or once more behind the look that is under way; never two at once."""
-        if member.looking is not None:
-            member.look_again = True
-            return member.looking
-        member.looking = self._spawn(self._look(member))
-        return member.looking
-
-    async def look(self, member: PoolEngine) -> None:
-        """Look at an engine and return when that is done; who is cancelled leaves it going."""
-        is_late = member.looking is not None
-        await asyncio.wait((self.look_soon(member),))
-        # The look behind it, but no later one: who is slow may be asked again and again meanwhile.
-        if is_late and member.looking is not None:
-            await asyncio.wait((member.looking,))
-
-    async def _look(self, member: PoolEngine) -> None:
-        member.look_again = False
-        try:
-            await self._looked(member, await member.client.look())
-        except EngineFault as error:
-            self._unanswered(member, error)
-        finally:
-            member.looking = None
-        if member.look_again:
-            self.look_soon(member)
-
-    async def _looked(self, member: PoolEngine, look: Look) -> None:
-        """Take over what an engine said of itself."""
-        if self._is_to_learn(member) and not look.paused and not self.is_held:
-            await self._learn_mode(member)
-            look = await member.client.look()  # that may have taken long
-        look = Look(look.version, paused=look.paused or self._is_to_learn(member))
-        counters = member.counters
-        was = (counters.up, member.paused, counters.version)
-        if look.paused and not member.paused:
-            self.counters.pauses += 1
-        if member.paused and not look.paused:
-            member.pause_ended_at = asyncio.get_running_loop().time()
-        member.paused, member.label, member.looks_failed = look.paused, look.version, 0
-        counters.version = self._versions.of(look.version, self.version)
-        if not counters.up:
-            counters.up, member.failures_in_row = True, 0
-            counters.returns += member.seen
-            member.seen = True
-        if was != (counters.up, member.paused, counters.version):
-            self.refresh()
-        self._follow(member)
-
-    def _is_to_learn(self, member: PoolEngine) -> bool:
-        return self._check_logprobs and member.mode is None
-
-    async def _learn_mode(self, member: PoolEngine) -> None:
-        """Find out what its log-probs are.
-
-        Raises:
-            EngineFault: it answered none of the questions: it is paused by now, or ill, and the
-                next look says which.
-        """
-        client, limit_s = member.client, min(MODE_TIMEOUT_S, self._policy.request_timeout_s)
-        mode = await find_mode(client, self._max_token_id, timeout_s=limit_s)
-        names = {Mode.SCALED: self._scaled_name, Mode.RAW: "raw", Mode.UNDECIDED: ""}
-        member.mode, member.mode_name = mode, names[mode]
-        if mode is Mode.RAW and self._scaled:
-            log.error("engine_refused", engine=client.url, message=raw_text(client.url))
-        elif mode is Mode.UNDECIDED:
-            log.warning(
-                "logprob_mode_unknown",
-                engine=client.url,
-                message="its log-probs say nothing of the distribution they are of; it is used",
-            )
-
-    def _unanswered(self, member: PoolEngine, error: EngineFault) -> None:
-        member.looks_failed += 1
-        if error.detail == Detail.CONNECT or member.looks_failed >= LOOKS_BEFORE_DOWN:
-            self.eject(member)
-
-    def _follow(self, member: PoolEngine) -> None:
-        """Look again soon at one that will change by itself: its calls wait for that."""
-        if member.state not in (State.PAUSED, State.BEHIND) or member.leaving:
-            return
-        longest = self._policy.probe_interval_s
-        if member.state is State.PAUSED:
-            longest = min(longest, FOLLOW_PAUSED_S)
-        member.follow_s = min(max(FOLLOW_S, 2 * member.follow_s), longest)
-        if member.follow is not None:
-            member.follow.cancel()
-        member.follow = asyncio.get_running_loop().call_later(
-            member.follow_s, self.look_soon, member
-        )
-
-    async def _extension(self, member: PoolEngine) -> float:
-        """Return how many seconds more a call has whose time ran out: those of a pause.
-
-        It ran out no earlier than a whole `request_timeout_s` behind the last pause.
-        """
-        if not member.paused:
-            await self.look(member)
-        if member.paused:
-            return self._policy.probe_interval_s
-        now = asyncio.get_running_loop().time()
-        return member.pause_ended_at + self._policy.request_timeout_s - now
+                self.looks.soon(member)
 
     async def look_at_all(self) -> bool:
         """Look at every engine at once; who does not answer is put aside. Whether any answered.
@@ -469,32 +331,18 @@ class Fleet:
             self.start()
         for member in self.members:
             member.looks_failed = LOOKS_BEFORE_DOWN - 1
-        await asyncio.gather(*(self.look(member) for member in self.members))
+        await asyncio.gather(*(self.looks.look(member) for member in self.members))
         for member in self.members:
             if member.state is State.REFUSED:
                 raise ConfigError(raw_text(member.client.url))
         return any(member.counters.up for member in self.members)
 
-    # --- tasks -----------------------------------------------------------------------------------
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-        return task
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("engine_watch_broke", exc_info=error)
-
     async def aclose(self) -> None:
         """Stop looking; let aborts go out."""
-        self._closed = True
+        self.looks.closed = True
         for member in (*self.members, *self.leaving):
             if member.follow is not None:
                 member.follow.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.aclose()
         for member in (*self.members, *self.leaving):
             await member.client.aclose()

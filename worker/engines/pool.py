@@ -29,6 +29,7 @@ from .factory import new_client
 from .faults import Detail, fault, rule_of
 from .fleet import Fleet
 from .http_base import ClientOptions, new_transport
+from .looks import FirstQuestions
 from .pooled import OUTCOMES, EngineCounters, PoolCounters, PoolEngine, RetryPolicy
 from .replay import ReplayShape
 from .request import new_rid
@@ -117,16 +118,16 @@ class EnginePool:
         )
         self._resting: set[asyncio.Future[None]] = set()
         self._aborting: set[asyncio.Task[None]] = set()
+        questions = FirstQuestions(
+            max_token_id, scaled, scaled_name="processed" if kind == "vllm" else "temperature"
+        )
         self._fleet = Fleet(
             urls,
             new_client=lambda url: self._client_of(url, options),
             ask=lambda url: http_get(self._transport, url, limit_s=self._policy.connect_timeout_s),
             policy=self._policy,
             versions=versions,
-            max_token_id=max_token_id,
-            check_logprobs=check_logprobs,
-            scaled=scaled,
-            scaled_name="processed" if kind == "vllm" else "temperature",
+            questions=questions if check_logprobs else None,
             changed=self._entrance.serve,
         )
         self._entrance.fleet = self._fleet
@@ -164,7 +165,7 @@ class EnginePool:
         One that is new, or was away, is asked what its log-probs are when that is over; the next
         `set_version` has it asked at once.
         """
-        self._fleet.is_held = is_held
+        self._fleet.looks.is_held = is_held
 
     def set_version(self, version: int, labels: Mapping[str, int]) -> None:
         """Take over the run's weight version and the labels that the trainer gave. Cheap.
@@ -322,12 +323,12 @@ class EnginePool:
             if error.detail in _OVERLOAD:
                 member.limiter.overloaded(call.held, call.sent_at, self._clock())
                 counters.limit = member.limiter.shown
-            self._fleet.failed(member, error)
+            self._fleet.looks.failed(member, error)
         await self._again(error, member, call)
 
     async def _is_paused(self, member: PoolEngine) -> bool:
         """Ask an engine that is unavailable why: vLLM refuses calls during a pause."""
-        await self._fleet.look(member)
+        await self._fleet.looks.look(member)
         return member.paused
 
     async def _reconnect(self, member: PoolEngine, call: PoolCall) -> None:

@@ -237,7 +237,7 @@ async def test_call_that_no_raw_engine_may_have_holds_up_none_that_they_may() ->
         warm = [asyncio.create_task(ask(pool, temperature=0.6)) for _ in range(3)]
         await wait_until(lambda: len(pool._entrance._line) == 2)
         assert (await ask(pool)).engine == raw.url
-        pool._fleet.eject(pool._fleet.members[1])  # it comes back as another
+        pool._fleet.looks.eject(pool._fleet.members[1])  # it comes back as another
         scaled.steps[:] = [one_token("raw", a_reply())]
         for task in warm[1:]:
             with pytest.raises(EngineFault, match="raw log-probs"):

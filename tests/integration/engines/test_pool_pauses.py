@@ -245,7 +245,7 @@ async def test_engine_that_is_slow_to_say_how_it_is_holds_up_nobody_for_ever() -
         await engine.start()
         async with a_pool(engine.url) as pool, asyncio.timeout(15):
             assert await pool.probe()
-            looks = [asyncio.create_task(pool._fleet.look(pool._fleet.members[0])) for _ in "abc"]
+            looks = [asyncio.create_task(pool._fleet.looks.look(pool._fleet.members[0])) for _ in "abc"]
             pool.set_version(0, {"a": 0})  # asks once more, behind that
             await asyncio.gather(*looks)
 
