@@ -126,22 +126,22 @@ class Met:
     report: Report = Report.RETRY
     """What the queue is told in the end."""
     aborts: bool = False
-    """The engine is told to stop before."""
+    """The engine is told to stop, whether the call is sent again or not."""
 
 
 REFUSED = Met(Action.REFUSE, again=False, report=Report.FINAL)
 MET: dict[Detail, Met] = {
     D.RESET: Met(Action.RETRY, aborts=True),
     D.TIMEOUT: Met(Action.RETRY, aborts=True),
-    D.UNAVAILABLE: Met(Action.RETRY),
-    D.SERVER_ERROR: Met(Action.RETRY),
+    D.UNAVAILABLE: Met(Action.RETRY, aborts=True),
+    D.SERVER_ERROR: Met(Action.RETRY, aborts=True),
     D.ABORT_ERROR: Met(Action.RETRY),
     D.NAN: Met(),
     D.BAD_LOGPROB: Met(),
     D.BAD_TOKEN: Met(),
     D.LOGPROB_LENGTH_MISMATCH: Met(),
     D.ID_MISMATCH: Met(),
-    D.BAD_REPLY: Met(),
+    D.BAD_REPLY: Met(aborts=True),
     D.UNKNOWN_FINISH: Met(),
     D.PROMPT_MISMATCH: REFUSED,
     D.REFUSED: REFUSED,
@@ -179,13 +179,14 @@ class Stage:
             self.sim.damage(*damage)
             before, aborts = self.sim.reached(), self.sim.aborts()
             ending = await rollout.run(a_work(self._book, leased(prompt=QUESTION)))
-            (engine,) = pool.counters.engines
-            counted = {name: count for name, count in engine.requests.items() if count}
-            assert isinstance(ending.trajectory, Sample)
-            return Ran(
-                ending.report, ending.trajectory, self.sim.reached() - before, counted,
-                pool.counters.retries, self.sim.aborts() - aborts,
-            )  # fmt: skip
+        # Behind the pool's end: aborts that go out in the background are out by then.
+        (engine,) = pool.counters.engines
+        counted = {name: count for name, count in engine.requests.items() if count}
+        assert isinstance(ending.trajectory, Sample)
+        return Ran(
+            ending.report, ending.trajectory, self.sim.reached() - before, counted,
+            pool.counters.retries, self.sim.aborts() - aborts,
+        )  # fmt: skip
 
     async def whole(self, replay: bool = False) -> Sample:
         """Return the trajectory that nothing damages: a call, its result, an answer."""
@@ -274,6 +275,7 @@ async def test_a_reply_that_stays_no_answer_ends_the_attempt_without_a_token(
     )  # fmt: skip
     assert ran.report is met.report
     assert (ran.requests, ran.counted[detail.value]) == (turn + requests, tries)
+    assert ran.aborts == (requests if met.aborts else 0)
     sample = ran.sample
     assert (sample.status, sample.stop_reason) == (Status.FAILED, StopReason.ENGINE_ERROR)
     assert sample.metadata["error_detail"] == detail.value

@@ -62,7 +62,8 @@ class Rule:
     """What was seen."""
     action: Action
     stop_first: bool = False
-    """The engine may still be sampling: its rid is aborted before the call is tried again."""
+    """Somebody may still be sampling, maybe behind a router that gave up: the rid is aborted before
+    the call is tried again, and when it is not."""
     eject_after: int = 0
     """So many in a row put the engine aside until it answers a probe; 0 is never."""
     retryable: bool = True
@@ -79,8 +80,10 @@ RULES: dict[Detail, Rule] = {
     Detail.CONNECT: Rule(
         "refused, unknown host, no connection in time", Action.RETRY, eject_after=1
     ),
-    Detail.UNAVAILABLE: Rule("HTTP 408, 429, 502, 503, 504", Action.RETRY, eject_after=3),
-    Detail.SERVER_ERROR: Rule("any other HTTP 5xx", Action.RETRY, eject_after=3),
+    Detail.UNAVAILABLE: Rule(
+        "HTTP 408, 429, 502, 503, 504", Action.RETRY, stop_first=True, eject_after=3
+    ),
+    Detail.SERVER_ERROR: Rule("any other HTTP 5xx", Action.RETRY, stop_first=True, eject_after=3),
     Detail.TIMEOUT: Rule(
         "no reply within engine.request_timeout_s", Action.RETRY, stop_first=True, eject_after=3
     ),
@@ -99,6 +102,7 @@ RULES: dict[Detail, Rule] = {
         "not JSON, fields missing, version spans with gaps, over 64 MiB, more tokens than were "
         "asked for, or the reply of another request",
         Action.FAULT,
+        stop_first=True,
     ),
     Detail.UNKNOWN_FINISH: Rule("a finish reason that is not stop, length or abort", Action.FAULT),
     Detail.PROMPT_MISMATCH: Rule(

@@ -314,6 +314,7 @@ class EnginePool:
             await self._reconnect(member, call)
             return
         if error.detail == Detail.UNAVAILABLE and await self._is_paused(member):
+            member.client.abort_soon(call.rid)  # a router may have left it there
             return  # it waits in line until the pause is over
         counters = member.counters
         counters.requests[error.detail] += 1
@@ -357,9 +358,9 @@ class EnginePool:
             again = False
         # After a timeout the client has aborted it already and waited for the reply.
         if rule.stop_first and error.detail != Detail.TIMEOUT:
-            if again:
+            if again and error.detail == Detail.RESET:
                 await self._stop(member, call.rid)
-            else:
+            else:  # who answered has let go of the call itself; a router's engine may not have
                 member.client.abort_soon(call.rid)
         if not again:
             raise error
