@@ -12,14 +12,14 @@ import contextlib
 import functools
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
 import structlog
 
 import rollstream
-from rollstream.errors import RunFailed
+from rollstream.errors import RunFailed, Withheld
 from rollstream.link import OUTAGE, Link
 from rollstream.queue.queue import Queue
 from rollstream.runs import problems_of
@@ -32,7 +32,7 @@ from .engines import create_engine
 from .engines.pool import EnginePool
 from .fidelity import Fidelity, Kind
 from .following import Follower, tell
-from .gate import Gate, GatedEngine, GatedScores
+from .gate import Gate, GatedEngine, GatedScores, Passage, Position
 from .generate.finish import finish
 from .groups import GroupBook
 from .heart import LOST, OVER, Heart, Role, RunView
@@ -179,6 +179,7 @@ class Worker:
         warn_of_unseen_tools(envs, renderer)
         self._pool = create_engine(settings, max_token_id=renderer.max_token_id)
         self._closing.push_async_callback(self._pool.aclose)
+        self._pool.ask_within(self._as_a_call)
         if (info := await self._link.answered(self._queue.info)) is not None:
             # The trainer may have named other engines, or use them now for what is no sampling.
             self._view.opened(info)
@@ -237,6 +238,14 @@ class Worker:
             metrics=self._metrics,
             gate=self._gate,
         )
+
+    @contextlib.asynccontextmanager
+    async def _as_a_call(self) -> AsyncIterator[None]:
+        """Count what engines are asked of our own accord as calls: a pause waits for them too."""
+        if self._gate.position is not Position.OPEN:
+            raise Withheld("no engine is asked for a token while the gate is shut")
+        async with Passage(self._gate, None):
+            yield
 
     def _parking(self, max_token_id: int) -> Parking:
         return Parking(

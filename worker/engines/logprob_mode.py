@@ -13,14 +13,14 @@ says nothing, since it is near 0 at every temperature.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from enum import StrEnum
 
-from rollstream.errors import EngineFault
+from rollstream.errors import EngineFault, Withheld
 from rollstream.sample import UNKNOWN_VERSION
 
 from ..sampling import Sampling
-from ..types import RequestIds
+from ..types import Finish, RequestIds
 from .client import EngineClient
 from .request import new_rid
 
@@ -51,16 +51,25 @@ def prompts(max_token_id: int) -> list[list[int]]:
     return [[(320 + 17 * (i % period)) % num_ids for i in range(9)] for period in (2, 3, 5, 9)]
 
 
-async def find_mode(client: EngineClient, max_token_id: int, *, timeout_s: float) -> Mode:
+async def find_mode(
+    client: EngineClient,
+    max_token_id: int,
+    *,
+    timeout_s: float,
+    flights: MutableMapping[str, asyncio.Timeout],
+) -> Mode:
     """Ask an engine one token after each prompt at two temperatures; bounded.
 
     Args:
         client: of the engine.
         max_token_id: the highest id of the vocabulary.
         timeout_s: of each question; all are asked at once.
+        flights: gets every question by its rid while it is at the engine. Who aborts one gives its
+            timeout a time: until then its reply is awaited.
 
     Raises:
         EngineFault: it answered none of the questions.
+        Withheld: a question was aborted, so the answers say nothing.
     """
     questions = [
         (number, prompt, temperature, seed)
@@ -69,8 +78,10 @@ async def find_mode(client: EngineClient, max_token_id: int, *, timeout_s: float
         for seed in _SEEDS
     ]
     answers = await asyncio.gather(
-        *(_ask(client, prompt, t, seed, timeout_s) for _, prompt, t, seed in questions)
+        *(_ask(client, prompt, t, seed, timeout_s, flights) for _, prompt, t, seed in questions)
     )
+    if any(isinstance(answer, Withheld) for answer in answers):
+        raise Withheld(f"{client.url}: the questions about its log-probs were aborted")
     seen: dict[tuple[int, int], dict[float, float]] = {}
     for (number, _, temperature, _), answer in zip(questions, answers, strict=True):
         if isinstance(answer, tuple):
@@ -84,22 +95,36 @@ async def find_mode(client: EngineClient, max_token_id: int, *, timeout_s: float
 
 
 async def _ask(
-    client: EngineClient, prompt: list[int], temperature: float, seed: int, timeout_s: float
-) -> tuple[int, float] | EngineFault | None:
-    """Return the token and its log-prob; a fault is a value here, and an empty reply None."""
-    pieces = [",".join(map(str, prompt)).encode()]
+    client: EngineClient,
+    prompt: list[int],
+    temperature: float,
+    seed: int,
+    timeout_s: float,
+    flights: MutableMapping[str, asyncio.Timeout],
+) -> tuple[int, float] | EngineFault | Withheld | None:
+    """Return the token and its log-prob; faults are values here, and an empty reply is None."""
+    pieces, rid = [",".join(map(str, prompt)).encode()], new_rid()
+    flight = asyncio.timeout(None)
     try:
-        completion = await client.generate(
-            RequestIds(pieces, len(prompt)),
-            Sampling(temperature=temperature, max_new_tokens=1, top_k=2, seed=seed),
-            rid=new_rid(),
-            routing_key=ROUTING_KEY,
-            version=0,
-            timeout_s=timeout_s,
-            salt=UNKNOWN_VERSION,
-        )
+        async with flight:
+            flights[rid] = flight
+            completion = await client.generate(
+                RequestIds(pieces, len(prompt)),
+                Sampling(temperature=temperature, max_new_tokens=1, top_k=2, seed=seed),
+                rid=rid,
+                routing_key=ROUTING_KEY,
+                version=0,
+                timeout_s=timeout_s,
+                salt=UNKNOWN_VERSION,
+            )
+    except TimeoutError:
+        return Withheld("it did not answer an abort in time")
     except EngineFault as error:
-        return error
+        return error if flight.when() is None else Withheld(error.message)
+    finally:
+        flights.pop(rid, None)
+    if completion.finish is Finish.ABORT:
+        return Withheld("it was aborted")
     if len(completion.ids) != 1:
         return None
     return int(completion.ids[0]), float(completion.log_probs[0])

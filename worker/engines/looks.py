@@ -13,12 +13,15 @@ engines are looked at every `probe_interval_s`, and at once when something says 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import structlog
 
-from rollstream.errors import EngineFault
+from rollstream.errors import EngineFault, Withheld
 
 from .background import Background
 from .client import Look
@@ -34,6 +37,9 @@ LOOKS_BEFORE_DOWN = 3
 """So many looks in a row without an answer put an engine aside: it may just be slow to answer."""
 MODE_TIMEOUT_S = 30.0
 """Of the questions about log-probs: an engine that is busy with others' calls queues them."""
+
+Passage: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+"""What is at an engine within it counts as a call in flight; raises Withheld where none may be."""
 
 log = structlog.get_logger("worker")
 
@@ -56,6 +62,7 @@ class Looks:
     Attributes:
         is_held: nobody is to sample anything now: an engine that is new counts as paused.
         closed: no further look begins.
+        passage: the questions of one engine are asked within it.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class Looks:
             refresh: called when what is known of an engine changed.
         """
         self.is_held = self.closed = False
+        self.passage: Passage = contextlib.nullcontext
         self._questions, self._policy, self._background = questions, policy, background
         self._counters, self._version_of, self._refresh = counters, version_of, refresh
 
@@ -145,7 +153,8 @@ class Looks:
             and self._is_to_learn(member)
             and not (look.paused or self.is_held)
         ):
-            await self._learn_mode(member, questions)
+            with contextlib.suppress(Withheld):  # it is asked anew when the pause is over
+                await self._learn_mode(member, questions)
             look = await member.client.look()  # that may have taken long
         look = Look(look.version, paused=look.paused or self._is_to_learn(member))
         counters = member.counters
@@ -173,9 +182,13 @@ class Looks:
         Raises:
             EngineFault: it answered none of the questions: it is paused by now, or ill, and the
                 next look says which.
+            Withheld: nothing is to be sampled by now.
         """
         client, limit_s = member.client, min(MODE_TIMEOUT_S, self._policy.request_timeout_s)
-        mode = await find_mode(client, questions.max_token_id, timeout_s=limit_s)
+        async with self.passage():
+            mode = await find_mode(
+                client, questions.max_token_id, timeout_s=limit_s, flights=member.flights
+            )
         names = {Mode.SCALED: questions.scaled_name, Mode.RAW: "raw", Mode.UNDECIDED: ""}
         member.mode, member.mode_name = mode, names[mode]
         if mode is Mode.RAW and questions.scaled:

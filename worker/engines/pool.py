@@ -29,7 +29,7 @@ from .factory import new_client
 from .faults import Detail, fault, rule_of
 from .fleet import Fleet
 from .http_base import ClientOptions, new_transport
-from .looks import FirstQuestions
+from .looks import FirstQuestions, Passage
 from .pooled import OUTCOMES, EngineCounters, PoolCounters, PoolEngine, RetryPolicy
 from .replay import ReplayShape
 from .request import new_rid
@@ -166,6 +166,15 @@ class EnginePool:
         `set_version` has it asked at once.
         """
         self._fleet.looks.is_held = is_held
+
+    def ask_within(self, passage: Passage) -> None:
+        """Have whatever is sampled of our own accord counted as calls, and refused where they are.
+
+        Args:
+            passage: entered for the questions of one engine; raises Withheld where the gate is
+                shut.
+        """
+        self._fleet.looks.passage = passage
 
     def set_version(self, version: int, labels: Mapping[str, int]) -> None:
         """Take over the run's weight version and the labels that the trainer gave. Cheap.
@@ -392,7 +401,7 @@ class EnginePool:
 
     # --- everything else -------------------------------------------------------------------------
     def abort_all(self) -> int:
-        """Abort every call at its engine, and return how many calls there were.
+        """Abort every call (and question) at its engine, and return how many there were.
 
         Their replies come back as `Finish.ABORT` with the tokens sampled so far. Nothing is tried
         again: a call that was waiting in the pool, whose try broke, or whose engine does not answer

@@ -123,8 +123,8 @@ class PoolEngine:
         self.salt = hash_of(client.url)
         self.failures_in_row = self.looks_failed = 0
         self.flights: dict[str, asyncio.Timeout] = {}
-        """Calls at the engine by rid. What ends the wait for an abort's reply; without a time until
-        the call is told to stop."""
+        """Calls and questions at the engine by rid. What ends the wait for an abort's reply; it has
+        no time until then."""
         self.seen = known
         """It has answered at least once."""
         self.paused = False

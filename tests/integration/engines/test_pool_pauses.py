@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from rollstream.errors import EngineFault, Withheld
-from tests.engine_pool import a_pool, ask, chosen, key_of, wait_until
+from tests.engine_pool import a_pool, ask, chosen, key_of, one_token, wait_until
 from tests.scripted_engine import ScriptedEngine, a_reply, hang, reset, scripted
 from worker.engines.pool import EnginePool
 from worker.engines.sim.http import Exchange
 from worker.engines.states import State
+from worker.gate import Gate, Passage
 from worker.types import Completion, Finish
 
 
@@ -245,7 +246,9 @@ async def test_engine_that_is_slow_to_say_how_it_is_holds_up_nobody_for_ever() -
         await engine.start()
         async with a_pool(engine.url) as pool, asyncio.timeout(15):
             assert await pool.probe()
-            looks = [asyncio.create_task(pool._fleet.looks.look(pool._fleet.members[0])) for _ in "abc"]
+            looks = [
+                asyncio.create_task(pool._fleet.looks.look(pool._fleet.members[0])) for _ in "abc"
+            ]
             pool.set_version(0, {"a": 0})  # asks once more, behind that
             await asyncio.gather(*looks)
 
@@ -423,3 +426,53 @@ async def test_calls_of_an_engine_that_is_leaving_are_aborted_as_well() -> None:
         assert chosen(pool, "anything") == b.url
         assert pool.abort_all() == 1
         assert (await task).finish is Finish.ABORT
+
+
+# --- questions about log-probs -------------------------------------------------------------------
+@pytest.mark.parametrize("answers", [True, False])
+async def test_questions_in_flight_end_with_an_abort_of_all_and_are_asked_anew_behind_it(
+    answers: bool,
+) -> None:
+    gate = Gate()
+    async with (
+        scripted(hang) as engine,
+        a_pool(engine.url, check_logprobs=True, abort_wait_s=1.0 if answers else 0.1) as pool,
+    ):
+        pool.ask_within(lambda: Passage(gate, None))
+        engine.aborted = partial(engine, []) if answers else None
+        first = asyncio.create_task(pool.probe())
+        await wait_until(lambda: len(engine.requests) == 24)
+        assert gate.in_flight == 1
+        pool.hold(True)
+        assert pool.abort_all() == 24
+        await first
+        assert gate.in_flight == 0
+        rids = {body["rid"] for body in engine.requests}
+        assert {rid for path, rid in engine.log if path == "/abort_request"} == rids
+        assert (state(pool), pool.healthy()) == (State.PAUSED, False)
+        looks = len(engine.paths()) + 6
+        await wait_until(lambda: len(engine.paths()) > looks)
+        assert len(engine.requests) == 24
+
+        engine.steps[:] = [one_token("raw", a_reply())]
+        pool.hold(False)
+        pool.set_version(0, {})
+        await wait_until(pool.healthy)
+        assert (await ask(pool)).logprob_mode == "raw"
+
+
+async def test_no_question_is_asked_where_no_call_may_be_made() -> None:
+    @contextlib.asynccontextmanager
+    async def shut() -> AsyncIterator[None]:
+        raise Withheld
+        yield
+
+    async with (
+        scripted(one_token("raw", a_reply())) as engine,
+        a_pool(engine.url, check_logprobs=True) as pool,
+    ):
+        pool.ask_within(shut)
+        assert await pool.probe()
+        assert (state(pool), engine.requests) == (State.PAUSED, [])
+        pool.ask_within(contextlib.nullcontext)
+        await wait_until(pool.healthy)

@@ -14,6 +14,8 @@ import pytest
 
 from examples.devserver import DevServer
 from rollstream.queue import calls
+from tests.engine_pool import one_token
+from tests.scripted_engine import a_reply, hang, scripted
 from tests.unit.tito.families import toyvocab
 
 from .parts import Run, a_run, wait_until
@@ -233,6 +235,44 @@ async def test_a_worker_that_starts_in_a_pause_asks_the_runs_engines_for_no_toke
             assert await asyncio.to_thread(generations) > N, "its questions, and the members"
     finally:
         engine.kill()
+
+
+async def test_questions_to_an_engine_that_joins_are_stopped_by_a_pause_as_calls_are(
+    run: Run, options: Options, tmp_path: Path
+) -> None:
+    def aborted(rid: str) -> None:
+        for body, exchange in zip(engine.requests, engine.raw, strict=True):
+            if body["rid"] == rid:
+                exchange.answer(200, a_reply([], finish={"type": "abort"}))
+
+    async def in_flight() -> int:
+        [told] = await run.queue.confirmations()
+        return told.in_flight
+
+    async def confirmed() -> bool:
+        [told] = await run.queue.confirmations()
+        return told.control_seq >= paused.control_seq
+
+    async with scripted(hang) as engine:
+        engine.aborted = aborted
+        with workers(tmp_path, 1, options(run.url)):
+            await run.queue.call(calls.set_engines([engine.url]))
+            await wait_until(lambda: _is(len(engine.requests) == 24), what="its questions")
+            paused = await run.queue.call(calls.pause("abort"))
+            await wait_until(confirmed, what="a confirmation")
+            assert engine.paths().count("/abort_request") >= 24
+            assert await in_flight() == 0
+            engine.steps[:] = [one_token("temperature", a_reply([59]))]
+            looks = len(engine.paths()) + 6
+            await wait_until(lambda: _is(len(engine.paths()) > looks), what="looks")
+            assert len(engine.requests) == 24
+            await run.queue.call(calls.resume())
+            await enqueue(run, 1)
+            await wait_until(lambda: _is(len(engine.requests) >= 48 + N), what="its calls")
+
+
+async def _is(true: bool) -> bool:
+    return true
 
 
 async def test_a_worker_says_once_at_start_which_tools_its_model_is_not_told_of(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollstream.errors import EngineFault
+from rollstream.errors import EngineFault, Withheld
 from worker.engines.logprob_mode import Mode, find_mode, mode_of, prompts
 from worker.sampling import Sampling
 from worker.types import Completion, Finish, RequestIds
@@ -61,7 +61,7 @@ class AModel:
 
 
 async def mode(model: AModel) -> Mode:
-    return await find_mode(model, 151_668, timeout_s=5.0)  # type: ignore[arg-type]
+    return await find_mode(model, 151_668, timeout_s=5.0, flights={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,22 @@ async def test_some_broken_answers_do_not_matter_and_all_are_a_fault() -> None:
     model.broken = lambda number: True
     with pytest.raises(EngineFault, match="broken"):
         await mode(model)
+
+
+async def test_questions_of_which_one_was_aborted_say_nothing() -> None:
+    model = AModel("raw")
+    answers = model.generate
+
+    async def generate(prompt: RequestIds, sampling: Sampling, **options: Any) -> Completion:
+        completion = await answers(prompt, sampling, **options)
+        if len(model.asked) == 5:
+            completion.finish = Finish.ABORT
+        return completion
+
+    model.generate = generate  # type: ignore[method-assign]
+    with pytest.raises(Withheld):
+        await mode(model)
+    assert len(model.asked) == 24, "the others are not left alone"
 
 
 @pytest.mark.parametrize(
