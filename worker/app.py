@@ -258,10 +258,9 @@ class Worker:
         limit = time.monotonic() + REACH_S
         while not await pool.probe():
             if time.monotonic() >= limit or self._stop.is_set():
-                urls = ", ".join(self._settings.engine.urls)
                 raise ConnectionError(
-                    f"no engine answers at {urls} (asked for {REACH_S:g} s); start one, or check "
-                    "engine.urls"
+                    f"no engine answers as it should (asked for {REACH_S:g} s): {pool.said()}; "
+                    "start one, or check engine.urls"
                 )
             await asyncio.sleep(0.2)
 

@@ -244,7 +244,7 @@ class Entrance:
         until = self._clock() + self._backoff_s(call.attempt)
         if call.attempt >= self._max_retries or until >= call.limit:
             raise fault(
-                Detail.NO_ENGINE, f"no engine is up: {self._states()}; each is asked until it is"
+                Detail.NO_ENGINE, f"no engine is up: {self.fleet.said()}; each is asked until it is"
             )
         call.attempt += 1
         return until
@@ -253,12 +253,8 @@ class Entrance:
         if self.fleet.open:
             return fault(Detail.TIMEOUT, "the call's deadline passed before it could be sent")
         return fault(
-            Detail.NO_ENGINE, f"no engine took the call before its deadline: {self._states()}"
+            Detail.NO_ENGINE, f"no engine took the call before its deadline: {self.fleet.said()}"
         )
-
-    def _states(self) -> str:
-        said = [f"{m.client.url} is {m.state.value}" for m in self.fleet.members]
-        return ", ".join(said) or "no address has named any"
 
     def _refuse(self) -> None:
         """Raise where there is no engine, not even one that is away, with other log-probs."""

@@ -275,6 +275,10 @@ class Fleet:
         """Return whether any member takes calls, or will again by itself."""
         return any(member.state in ALIVE for member in self.members)
 
+    def said(self) -> str:
+        """Return how every engine is, for people."""
+        return ", ".join(member.said() for member in self.members) or "no address has named any"
+
     def saw_version(self, member: PoolEngine, version: int, sent: int) -> None:
         """Take the newest version of a reply: a newer one is known at once, only a look lowers it.
 

@@ -97,6 +97,7 @@ class Looks:
             return
         member.failures_in_row += 1
         if member.failures_in_row >= rule.eject_after:
+            member.trouble = error.message
             self.eject(member)
 
     def eject(self, member: PoolEngine) -> None:
@@ -166,7 +167,7 @@ class Looks:
         member.paused, member.label, member.looks_failed = look.paused, look.version, 0
         counters.version = self._version_of(look.version)
         if not counters.up:
-            counters.up, member.failures_in_row = True, 0
+            counters.up, member.failures_in_row, member.trouble = True, 0, ""
             counters.returns += member.seen
             member.seen = True
         if was != (counters.up, member.paused, counters.version):
@@ -204,6 +205,9 @@ class Looks:
         member.looks_failed += 1
         if error.detail == Detail.CONNECT or member.looks_failed >= LOOKS_BEFORE_DOWN:
             self.eject(member)
+        if error.message != member.trouble and not member.counters.up:
+            member.trouble = error.message
+            log.warning("engine_is_down", engine=member.client.url, message=error.message)
 
     def _follow(self, member: PoolEngine) -> None:
         """Look again soon at one that will change by itself: its calls wait for that."""

@@ -159,6 +159,10 @@ class EnginePool:
             for member in self._fleet.members
         ]
 
+    def said(self) -> str:
+        """Return how every engine is, and why one is down, for people."""
+        return self._fleet.said()
+
     def hold(self, is_held: bool) -> None:
         """Have engines sample nothing of our own accord while the run is paused. Cheap.
 

@@ -111,6 +111,7 @@ class PoolEngine:
         "paused",
         "salt",
         "seen",
+        "trouble",
     )
 
     def __init__(self, client: EngineClient, *, max_in_flight: int, slot: int, known: bool) -> None:
@@ -127,6 +128,8 @@ class PoolEngine:
         no time until then."""
         self.seen = known
         """It has answered at least once."""
+        self.trouble = ""
+        """Why it is down: what the last look, or the call that put it aside, said."""
         self.paused = False
         self.pause_ended_at = -float("inf")
         self.label: str | int | None = None
@@ -154,6 +157,11 @@ class PoolEngine:
     def version(self) -> int:
         """Weight version that it is known to serve; unknown is -1."""
         return self.counters.version
+
+    def said(self) -> str:
+        """Return how it is, for people."""
+        why = f" ({self.trouble})" if self.state is State.DOWN and self.trouble else ""
+        return f"{self.client.url} is {self.state.value}{why}"
 
     def has_room(self) -> bool:
         """Return whether one more call may go there now."""

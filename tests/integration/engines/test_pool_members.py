@@ -138,6 +138,18 @@ async def test_urls_of_the_trainer_that_are_none_are_left_out() -> None:
         assert urls(pool) == [a.url]
 
 
+async def test_engine_that_is_down_says_why_to_whoever_waits_for_it() -> None:
+    async with scripted() as engine, a_pool(engine.url, kind="vllm") as pool:
+        engine.off = ["/inference/v1/generate"]
+        assert not await pool.probe()
+        for text in (pool.said(), (await fault_of(pool, deadline_s=0.05)).message):
+            assert "is down (" in text
+            assert "--enable-scale-out" in text
+        engine.off = []
+        await wait_until(pool.healthy)
+        assert pool.said() == f"{engine.url} is up"
+
+
 async def test_slots_of_metrics_are_given_again_lowest_first() -> None:
     async with scripted() as a, scripted() as b, scripted() as c, a_pool(a.url, b.url) as pool:
         pool.set_members([b.url])
