@@ -53,6 +53,8 @@ bench: setup           ## the budgets of docs/benchmarks.md
 	@$(PY) -m benchmarks.turns --json
 	@$(PY) -m benchmarks.pipeline --json
 	@$(PY) -m benchmarks.queue --json
+	@$(PY) -m benchmarks.updates --mode keep --json
+	@$(PY) -m benchmarks.updates --mode abort --json
 
 hf-test: hf            ## the tests that need PyTorch: a real model, token by token
 	@ROLLSTREAM_REQUIRE_HF=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(HF_TESTS) $(ARGS)
