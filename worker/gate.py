@@ -12,6 +12,7 @@ moves the gate there has those in flight stopped (`following.Follower`).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from enum import StrEnum
 from types import TracebackType
@@ -42,7 +43,16 @@ class Gate:
         idle: set while no call is in flight.
     """
 
-    __slots__ = ("_calls", "_moved", "_on_idle", "_stopped", "idle", "position")
+    __slots__ = (
+        "_calls",
+        "_moved",
+        "_on_idle",
+        "_opened_unix_s",
+        "_shut_unix_s",
+        "_stopped",
+        "idle",
+        "position",
+    )
 
     def __init__(self, on_idle: Callable[[], None] = lambda: None) -> None:
         """Begin open, with nothing in flight.
@@ -57,6 +67,8 @@ class Gate:
         self._moved = asyncio.Event()
         self._on_idle = on_idle
         self._stopped = False
+        # Of the last time that it was shut.
+        self._shut_unix_s = self._opened_unix_s = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -68,6 +80,12 @@ class Gate:
         """Whether it was shut for good."""
         return self._stopped
 
+    def was_shut_at(self, unix_s: float) -> bool:
+        """Return whether it was shut at a moment; of earlier pauses than the last it knows none."""
+        if unix_s < self._shut_unix_s:
+            return False
+        return self.position is not Position.OPEN or unix_s <= self._opened_unix_s
+
     def when_idle(self, told: Callable[[], None]) -> None:
         """Have `told` called when the last call in flight ended."""
         self._on_idle = told
@@ -77,6 +95,10 @@ class Gate:
         if self._stopped or position is self.position:
             return
         was_open, self.position = self.position is Position.OPEN, position
+        if position is Position.OPEN:
+            self._opened_unix_s = time.time()
+        elif was_open:
+            self._shut_unix_s = time.time()
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         for call in self._calls:

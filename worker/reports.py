@@ -26,7 +26,7 @@ from rollstream.sample import Sample
 from rollstream.wire import encode_body, encode_header, encode_text
 
 from .bounded import in_thread
-from .gate import Gate, Position
+from .gate import Gate
 from .heart import RunView
 from .parked import parked_body
 from .submit import Submitter
@@ -174,9 +174,10 @@ class Reporter:
     def _abort_delay(self, work: Work) -> float:
         """Return how long an aborted member waits: not at all where the run asked for it.
 
-        An engine that stops everything by itself would else be asked again and again at once.
+        An engine that stops everything by itself would else be asked again and again at once. The
+        run asked where the gate was shut as the attempt was stopped, though it may be open by now.
         """
-        if self._gate.position is not Position.OPEN:
+        if self._gate.was_shut_at(_stopped_unix_s(work)):
             return 0.0
         key = (work.group.key, work.lease.member)
         ran_s = time.time() - work.leased_unix_s
@@ -239,6 +240,14 @@ class Reporter:
     async def _fail_run(self, message: str) -> None:
         reason = f"{len(self._refused)} groups in a row were refused, the last one: {message}"
         await self._link.answered(lambda: self._queue.call(calls.fail_run(reason)))
+
+
+def _stopped_unix_s(work: Work) -> float:
+    """Return when the attempt's last call ended, else the attempt: what followed took its time."""
+    for span in reversed(work.spans.spans[work.num_earlier_spans :]):
+        if span.name == "generate":
+            return span.start_unix_s + span.duration_s
+    return work.lifecycle["attempt_end"]
 
 
 def _unsendable(ending: Ending, message: str) -> Ending:

@@ -15,6 +15,7 @@ from worker.gate import Gate, Position
 from worker.heart import RunView
 from worker.reports import Reporter, ReportLimits
 from worker.telemetry.metrics import Metrics
+from worker.telemetry.spans import SpanList
 from worker.work import Ending, Work
 
 
@@ -118,6 +119,34 @@ async def test_what_the_run_itself_stops_waits_for_nothing(desk: Desk, position:
         await desk.aborted(report)
     assert [delay for _, _, delay, _ in desk.sent.failed] == [0.0, 0.0]
     assert desk.sent.parked == [0.0]
+
+
+async def test_what_stopped_an_attempt_is_told_by_when_it_stopped_not_by_when_it_is_reported(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(unix_s: float) -> SpanList:
+        spans = SpanList()
+        spans.record("generate", 0, 90.0, unix_s - 90.0)
+        spans.record("tool", 0, unix_s, 500.0)
+        return spans
+
+    def moves(position: Position, unix_s: float) -> None:
+        monkeypatch.setattr("worker.gate.time.time", lambda: unix_s)
+        desk.gate.move(position)
+
+    moves(Position.ABORT, 100.0)
+    await desk.aborted(Report.BACK, key="before", spans=stopped(99.0))
+    moves(Position.OPEN, 101.0)
+    for unix_s in (99.5, 100.5, 101.5):
+        await desk.aborted(Report.BACK, key=f"{unix_s}", spans=stopped(unix_s))
+        await desk.aborted(Report.PARK, key=f"{unix_s}", spans=stopped(unix_s))
+    assert [delay for _, _, delay, _ in desk.sent.failed] == [0.1, 0.1, 0.0, 0.1]
+    assert desk.sent.parked == [0.2, 0.0, 0.2]
+
+    monkeypatch.setattr("worker.reports.time.time", lambda: 100.5)  # no call: its own end counts
+    await desk.aborted(Report.BACK, key="no call", lifecycle={"attempt_end": 100.7})
+    await desk.aborted(Report.BACK, key="no call, late", lifecycle={"attempt_end": 102.0})
+    assert [delay for _, _, delay, _ in desk.sent.failed[-2:]] == [0.0, 0.1]
 
 
 async def test_a_worker_that_ends_gives_back_for_that_reason(desk: Desk) -> None:
