@@ -301,6 +301,16 @@ async def test_an_overflow_in_any_words_truncates_what_is_there(stage: Stage, tu
         assert ran.sample.tokens.tolist() == whole.tokens[:held].tolist()
 
 
+async def test_an_abort_with_the_code_of_an_overflow_truncates_as_its_status_does(
+    qwen3: Any,
+) -> None:
+    raw = a_reply(IDS, finish=_abort(400, "the input is longer than the model's context length"))
+    async with scripted(raw) as engine:
+        ran = await Stage(Scripted(engine), "sglang", qwen3).run()
+    assert (ran.sample.stop_reason, ran.requests) == (StopReason.PROMPT_TOO_LONG, 1)
+    assert (ran.report, ran.sample.response_length) == (Report.COMPLETE, 0)
+
+
 @kinds
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("fault", STOPPED)
@@ -370,6 +380,9 @@ WRITTEN: list[tuple[str, str, bytes]] = [
     ("sglang", "error_200", ERROR),
     ("vllm", "error_200", ERROR),
     ("sglang", "abort_400", a_reply(IDS, finish=_abort(400, "bad image"))),
+    ("sglang", "abort_429", a_reply(IDS, finish=_abort(429, "queue full"))),
+    ("sglang", "abort_429", a_reply(IDS, finish=_abort(408, "too late"))),
+    ("sglang", "abort_code", a_reply(IDS, finish=_abort(302, "elsewhere"))),
     ("vllm", "unnamed_ids", a_vllm_reply(IDS, prompt_tokens=None, **_entries(*"abcde"))),
     ("vllm", "choices", b'{"choices": []}'),
     ("vllm", "choices", a_vllm_reply(IDS, index=1, prompt_tokens=None)),

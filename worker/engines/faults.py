@@ -90,7 +90,7 @@ RULES: dict[Detail, Rule] = {
     Detail.RESET: Rule(
         "connection lost, or half a reply", Action.RETRY, stop_first=True, eject_after=3
     ),
-    Detail.ABORT_ERROR: Rule("abort with a status code", Action.RETRY),
+    Detail.ABORT_ERROR: Rule("abort with a status code that is none of 4xx", Action.RETRY),
     Detail.NAN: Rule("stop with matched 'NaN happened'", Action.FAULT),
     Detail.BAD_LOGPROB: Rule("a log-prob is missing, not finite, or above 0", Action.FAULT),
     Detail.BAD_TOKEN: Rule("an id outside the vocabulary", Action.FAULT),
@@ -172,8 +172,11 @@ REPLIES: dict[str, Seen] = {
     "no_finish": Seen("no finish reason", Detail.UNKNOWN_FINISH),
     "unknown_finish": Seen("a finish reason of another name", Detail.UNKNOWN_FINISH),
     "nan": Seen("a stop because sampling met NaN", Detail.NAN),
-    "abort_code": Seen("an abort with a status code of 500 or more", Detail.ABORT_ERROR),
-    "abort_400": Seen("an abort with a status code of 4xx", Detail.REFUSED),
+    "abort_code": Seen("an abort with any other status code", Detail.ABORT_ERROR),
+    "abort_429": Seen("an abort with the status code 408 or 429", Detail.UNAVAILABLE),
+    "abort_400": Seen(
+        "an abort with another status code of 4xx, without a word of the context", Detail.REFUSED
+    ),
     "logprob_positive": Seen("a log-prob above 0", Detail.BAD_LOGPROB),
     "logprob_lowest": Seen(
         "a log-prob of -9999 (vLLM's word for none) or below", Detail.BAD_LOGPROB
@@ -183,7 +186,10 @@ REPLIES: dict[str, Seen] = {
     "too_many": Seen("more tokens than were permitted", Detail.BAD_REPLY),
     # an HTTP status
     "400": Seen("HTTP 3xx or 4xx without a word of the context", Detail.REFUSED),
-    "overflow": Seen("HTTP 4xx that speaks of the context's length", Detail.CONTEXT_OVERFLOW),
+    "overflow": Seen(
+        "HTTP 4xx, or an abort with such a code, that speaks of the context's length",
+        Detail.CONTEXT_OVERFLOW,
+    ),
     "503": Seen("HTTP 408, 429, 502, 503, 504", Detail.UNAVAILABLE),
     "500": Seen("any other HTTP 5xx", Detail.SERVER_ERROR),
     # no connection

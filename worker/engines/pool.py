@@ -12,6 +12,7 @@ repeats anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -326,7 +327,7 @@ class EnginePool:
         if error.detail == Detail.RESET and call.line.stale:
             await self._reconnect(member, call)
             return
-        if error.detail == Detail.UNAVAILABLE and await self._is_paused(member):
+        if error.detail == Detail.UNAVAILABLE and await self._is_paused(member, call):
             member.client.abort_soon(call.rid)  # a router may have left it there
             return  # it waits in line until the pause is over
         counters = member.counters
@@ -340,9 +341,11 @@ class EnginePool:
             self._fleet.looks.failed(member, error)
         await self._again(error, member, call)
 
-    async def _is_paused(self, member: PoolEngine) -> bool:
+    async def _is_paused(self, member: PoolEngine, call: PoolCall) -> bool:
         """Ask an engine that is unavailable why: vLLM refuses calls during a pause."""
-        await self._fleet.looks.look(member)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, call.limit - self._clock())):
+                await self._fleet.looks.look(member)
         return member.paused
 
     async def _reconnect(self, member: PoolEngine, call: PoolCall) -> None:
@@ -354,7 +357,7 @@ class EnginePool:
         self.counters.stale_connections += 1
         call.fresh = True
         LINE.set(Line(fresh=True))
-        await self._stop(member, call.rid)
+        await self._stop(member, call)
 
     async def _again(self, error: EngineFault, member: PoolEngine, call: PoolCall) -> None:
         """Return when a call may be tried again: it is worth it, paid for, stopped, and rested.
@@ -372,7 +375,7 @@ class EnginePool:
         # After a timeout the client has aborted it already and waited for the reply.
         if rule.stop_first and error.detail != Detail.TIMEOUT:
             if again and error.detail == Detail.RESET:
-                await self._stop(member, call.rid)
+                await self._stop(member, call)
             else:  # who answered has let go of the call itself; a router's engine may not have
                 member.client.abort_soon(call.rid)
         if not again:
@@ -382,11 +385,14 @@ class EnginePool:
         self._entrance.check(call)
         await self._rest(wait_s)
 
-    async def _stop(self, member: PoolEngine, rid: str) -> None:
+    async def _stop(self, member: PoolEngine, call: PoolCall) -> None:
         """Make sure that nobody samples for a call that is about to be tried again."""
+        if self._clock() + self._policy.abort_wait_s > call.limit:
+            member.client.abort_soon(call.rid)  # there is no time to wait for it
+            return
         try:
             async with asyncio.timeout(self._policy.abort_wait_s):
-                await member.client.abort(rid)
+                await member.client.abort(call.rid)
         except TimeoutError:
             member.client.failed_aborts += 1
 

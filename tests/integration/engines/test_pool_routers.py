@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from rollstream.errors import EngineFault
 from tests.engine_pool import a_pool, ask, wait_until
-from tests.scripted_engine import a_reply
+from tests.scripted_engine import a_reply, reset
 from worker.engines.sim.http import Exchange, port_of, serve
 
 GIVES_UP = [408, 429, 500, 502, 503, 504, 520]
+PATIENT = {"abort_wait_s": 60.0, "connect_timeout_s": 60.0}
+"""Far longer than any test."""
 
 
 @dataclass
@@ -25,10 +27,10 @@ class Router:
     It answers the first `gives_up` calls itself, with `status`; the engine never hears of that.
     """
 
-    status: int
+    status: int | Callable[[Exchange], None]
     gives_up: int = 1
-    is_deaf: bool = False
-    """It keeps aborts without an answer."""
+    deaf_to: str = ""
+    """A path that it does not answer before its end."""
     paused: bool = False
     url: str = ""
     rids: list[str] = field(default_factory=list)
@@ -36,6 +38,7 @@ class Router:
     sampling: set[str] = field(default_factory=set)
     """What the engine still runs."""
     aborts: list[str] = field(default_factory=list)
+    kept: list[Exchange] = field(default_factory=list)
 
     def handle(self, exchange: Exchange) -> None:
         rid = (json.loads(exchange.body) if exchange.body else {}).get("rid", "")
@@ -43,18 +46,32 @@ class Router:
             self.rids.append(rid)
             if len(self.rids) <= self.gives_up:
                 self.sampling.add(rid)
-                exchange.answer(self.status, b"upstream request timeout")
+                if callable(self.status):
+                    self.status(exchange)
+                else:
+                    exchange.answer(self.status, b"upstream request timeout")
             else:
                 exchange.answer(200, a_reply([59]))
         elif exchange.path == "/abort_request":
             self.aborts.append(rid)
             self.sampling.discard(rid)
-            if not self.is_deaf:
-                exchange.answer(200, b"{}")
+            self._answer(exchange)
         elif exchange.path == "/ready":
-            exchange.answer(503 if self.paused else 200, b"{}")
+            self._answer(exchange, 503 if self.paused else 200)
         else:
             exchange.answer(200, b'{"weight_version": "default"}')
+
+    def _answer(self, exchange: Exchange, status: int = 200) -> None:
+        if exchange.path == self.deaf_to:
+            self.kept.append(exchange)
+        else:
+            exchange.answer(status, b"{}")
+
+    def end(self) -> None:
+        """Answer what was kept."""
+        self.deaf_to = ""
+        for exchange in self.kept:
+            exchange.answer(200, b"{}")
 
 
 @contextlib.asynccontextmanager
@@ -85,11 +102,33 @@ async def test_call_that_is_given_up_for_good_runs_nowhere(status: int) -> None:
 
 
 async def test_retry_waits_for_no_answer_to_the_abort_of_what_a_router_gave_up() -> None:
-    times = {"abort_wait_s": 0.5, "connect_timeout_s": 0.5}
-    async with routed(Router(504, is_deaf=True)) as router, a_pool(router.url, **times) as pool:
+    async with (
+        routed(Router(504, deaf_to="/abort_request")) as router,
+        a_pool(router.url, **PATIENT) as pool,
+    ):
         assert (await ask(pool)).ids.tolist() == [59]
         [engine] = pool._fleet.members
         assert (engine.client.aborts, engine.client.failed_aborts) == (1, 0), "nobody waited"
+        router.end()
+
+
+@pytest.mark.parametrize(
+    ("step", "path", "detail"),
+    [(503, "/ready", "unavailable"), (reset, "/abort_request", "reset")],
+)
+async def test_deadline_ends_the_wait_for_what_an_engine_is_asked_beside_the_call(
+    step: int | Callable[[Exchange], None], path: str, detail: str
+) -> None:
+    async with (
+        routed(Router(step, gives_up=9, deaf_to=path)) as router,
+        a_pool(router.url, **PATIENT) as pool,
+    ):
+        async with asyncio.timeout(10.0):
+            with pytest.raises(EngineFault) as caught:
+                await ask(pool, deadline_s=0.2)
+        router.end()
+    assert caught.value.detail in (detail, "timeout", "no_engine")
+    assert set(router.rids) <= set(router.aborts), "however short the time was"
 
 
 async def test_call_that_waits_for_the_end_of_a_pause_is_not_kept_behind_a_router() -> None:

@@ -130,6 +130,7 @@ BYTES: dict[str, Pair] = {
     "unknown_finish": (a_reply(finish={"type": "tool_calls"}), a_vllm_reply(finish="repetition")),
     "nan": (a_reply(finish={"type": "stop", "matched": "NaN happened"}), None),
     "abort_code": (a_reply(finish=ABORT | {"status_code": 503}), None),
+    "abort_429": (a_reply(finish=ABORT | {"status_code": 429}), None),
     "abort_400": (a_reply(finish=ABORT | {"status_code": 400}), None),
     "logprob_positive": (a_reply(log_probs=[0.1, *OK[:4]]), a_vllm_reply(log_probs=[0.1, *OK[:4]])),
     "logprob_lowest": (

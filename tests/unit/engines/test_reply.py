@@ -282,9 +282,12 @@ def test_http_status_decides_and_only_a_refusal_is_read_for_overflow(
         (400, "The input is longer than the model's context length", "context_overflow"),
         (400, "bad grammar", "refused"),
         (429, "queue full", "unavailable"),
+        (408, "maximum context length", "unavailable"),
+        (302, "", "abort_error"),
+        (500, "maximum context length", "abort_error"),
     ],
 )
-def test_abort_with_a_client_error_in_a_200_is_that_error(
+def test_abort_with_a_code_of_4xx_is_that_status_and_any_other_one_has_a_name_of_its_own(
     code: int, message: str, detail: str
 ) -> None:
     finish = {"type": "abort", "status_code": code, "message": message}
