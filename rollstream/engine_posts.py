@@ -1,4 +1,4 @@
-"""One POST to many engines at once, from a process that has no HTTP library.
+"""One request to many engines at once, from a process that has no HTTP library.
 
 Owns the threads and their bounds. Never tries again and never raises for an engine: what it did
 not take stands in its `Posted`. Invariant: the call returns within its time, whatever the engines
@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.message import Message
 from typing import IO
 
@@ -25,15 +25,23 @@ MAX_THREADS = 32
 MAX_REPLY_BYTES = 1 << 16
 """Of a reply that is read; only what an error says is shown, and not all of it."""
 MAX_SAID = 200
+JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """What became of one POST."""
+    """What became of one request."""
 
     url: str
     error: str = ""
     """Empty where the engine answered 2xx."""
+    reply: bytes = field(default=b"", compare=False)
+    """What it answered then, cut at `MAX_REPLY_BYTES`."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it answered at all, with whatever status."""
+        return not self.error or self.error.startswith("HTTP ")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -69,8 +77,16 @@ def post_all(
     Returns:
         One entry per different URL, in order.
     """
-    unique = list(dict.fromkeys(urls))
-    data, limit = json.dumps(body).encode(), time.monotonic() + timeout_s
+    return _ask_all(urls, path, json.dumps(body).encode(), timeout_s)
+
+
+def get_all(urls: Sequence[str], path: str, *, timeout_s: float) -> list[Posted]:
+    """GET `path` of every engine, side by side; else as `post_all`."""
+    return _ask_all(urls, path, None, timeout_s)
+
+
+def _ask_all(urls: Sequence[str], path: str, data: bytes | None, timeout_s: float) -> list[Posted]:
+    unique, limit = list(dict.fromkeys(urls)), time.monotonic() + timeout_s
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[Posted] = queue.SimpleQueue()
     for url in unique:
@@ -82,7 +98,7 @@ def post_all(
                 url = waiting.get_nowait()
             except queue.Empty:
                 return
-            done.put(Posted(url, _post(url.rstrip("/") + path, data, left_s)))
+            done.put(Posted(url, *_ask(url.rstrip("/") + path, data, left_s)))
 
     for number in range(min(MAX_THREADS, len(unique))):
         # Daemons: `timeout_s` bounds single reads, and an engine may trickle for ever.
@@ -98,21 +114,19 @@ def post_all(
     return [found.get(url) or Posted(url, late) for url in unique]
 
 
-def _post(url: str, data: bytes, timeout_s: float) -> str:
-    """Return what went wrong, empty where nothing did."""
+def _ask(url: str, data: bytes | None, timeout_s: float) -> tuple[str, bytes]:
+    """Return (what went wrong, empty where nothing did; what was answered)."""
+    method, headers = ("GET", {}) if data is None else ("POST", {"content-type": JSON})
     try:
-        request = urllib.request.Request(
-            url, data=data, headers={"content-type": "application/json"}, method="POST"
-        )
+        request = urllib.request.Request(url, data=data, headers=headers, method=method)
         with _OPENER.open(request, timeout=timeout_s) as reply:
-            reply.read(MAX_REPLY_BYTES)
+            return "", reply.read(MAX_REPLY_BYTES)
     except urllib.error.HTTPError as error:
         with error:
-            return f"HTTP {error.code}{_said(error)}"
+            return f"HTTP {error.code}{_said(error)}", b""
     except (OSError, ValueError, http.client.HTTPException) as error:
         # URLError is an OSError; a URL that is none is a ValueError.
-        return scrub(f"{type(error).__name__}: {error}")[:MAX_SAID]
-    return ""
+        return scrub(f"{type(error).__name__}: {error}")[:MAX_SAID], b""
 
 
 def _said(error: urllib.error.HTTPError) -> str:

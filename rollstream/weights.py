@@ -22,9 +22,11 @@ from rollstream.batch import Batch
 from rollstream.checkpoint import MAX_VERSION
 from rollstream.control import PauseMode
 from rollstream.engine_posts import post_all
+from rollstream.errors import RollstreamError
 from rollstream.hold import Hold
 from rollstream.lineage import RunMissing
-from rollstream.pausing import Pausing
+from rollstream.naming import Naming
+from rollstream.pausing import UNDO_TIMEOUT_S, Pausing
 from rollstream.queue import calls
 from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.calls import ScriptCall
@@ -34,8 +36,6 @@ log = logging.getLogger("rollstream.stream")
 
 CALL_TIMEOUT_S = 60.0
 """How long one change of the run outlasts a Redis outage."""
-POST_TIMEOUT_S = 10.0
-VERSION_PATH = "/update_weight_version"
 CLEAR_TIMEOUT_S = 5.0
 ABORT_ALL: Sequence[tuple[str, dict[str, object]]] = (
     ("/abort_request", {"abort_all": True}),  # SGLang's
@@ -76,6 +76,8 @@ class Plan:
     confirm_s: float
     ack: Sequence[Batch]
     post: bool
+    hides: bool
+    """Calls go on while weights move that this names: until then engines have no version's name."""
     clears: bool
     """End every call at the engines before the block: they are this run's alone, and nobody's
     GPUs but the trainer's."""
@@ -120,8 +122,7 @@ class Weights:
         self.block_thread = 0
         """The thread in whose block it runs; 0 is none."""
         self.figures = Figures()
-        self._silent_engines: set[str] = set()
-        """Engines of which it was said that they take no version."""
+        self.naming = Naming(hold.queue.run)
         self._uncleared_engines: set[str] = set()
         """Engines of which it was said that they do not stop their calls."""
 
@@ -233,7 +234,8 @@ class Weights:
         """Return the plan of an update; what is not given follows from the run's `weights.mode`.
 
         Raises:
-            ValueError: no such mode, a bad version or time, a label that is none.
+            ValueError: no such mode, a bad version or time, a label that is none, `abort` without
+                the wait for its end.
         """
         runs_as = self._hold.info.weights_mode
         if mode is None:
@@ -249,14 +251,19 @@ class Weights:
         version = self.checked(version)
         if label is not None:
             calls.set_label(version, label)  # refuses an empty or endless one before the pause
+        if mode == "abort" and wait_idle is False:
+            raise ValueError(
+                "wait_idle=False with mode 'abort': calls that are stopped are waited for, the "
+                "engines hold their tokens until then; use mode 'keep'"
+            )
         is_shared = runs_as == "colocated"
-        # Whoever stops calls waits for their end: the engines hold their tokens until then.
         wait_idle = mode == "abort" or (is_shared if wait_idle is None else wait_idle)
         return Plan(
             version=version,
             mode=mode,
             label=label,
             wait_idle=wait_idle,
+            hides=post and not wait_idle,
             clears=is_shared and wait_idle,
             deadline_s=deadline_s,
             confirm_s=confirm_s,
@@ -312,26 +319,26 @@ class Weights:
                 pausing.undo()
                 raise
 
-    def tell_engines(self, plan: Plan, engines: Sequence[str]) -> None:
-        """Say to every engine what its weights are called now; one that does not take it is left.
+    @property
+    def version(self) -> int:
+        """Return the run's, as this trainer has it."""
+        return self._hold.lineage.version
 
-        It reports its old version then, so workers give it no calls (`engine.require_version`).
-        """
-        body = {"new_version": plan.engine_label, "abort_all_requests": False}
-        for posted in post_all(engines, VERSION_PATH, body, timeout_s=POST_TIMEOUT_S):
-            if not posted.error:
-                self._silent_engines.discard(posted.url)
-                continue
-            self.figures.not_told += 1
-            # Once an engine: one without the route would say so with every update.
-            level = logging.DEBUG if posted.url in self._silent_engines else logging.WARNING
-            self._silent_engines.add(posted.url)
-            log.log(
-                level,
-                "an engine did not take the weight version: %s",
-                posted.error,
-                extra={"run": self._hold.info.run, "engine": posted.url, "version": plan.version},
-            )
+    def unhide(self, *, is_pushed: bool) -> None:
+        """Give engines their old labels back, behind an update that failed."""
+        if not self.naming.is_hiding:
+            return
+        if is_pushed:  # they have the new weights, and the old version
+            self.naming.leave("the update failed behind its push")
+            return
+        try:
+            with self._lock:
+                # Behind a takeover they are the later trainer's.
+                self._hold.patiently(self._hold.lineage.check, UNDO_TIMEOUT_S)
+        except RollstreamError as error:
+            self.naming.leave(error)
+        else:
+            self.naming.restore()
 
     def clear_engines(self, engines: Sequence[str]) -> None:
         """Have engines stop every call: what a killed worker asked for still runs there.
@@ -362,7 +369,8 @@ class Weights:
         for batch in plan.ack:
             self._ack(batch)
         if plan.post:
-            self.tell_engines(plan, update.engines)
+            label, version = plan.engine_label, plan.version
+            self.figures.not_told += self.naming.tell(update.engines, label, version)
         pausing.say_if_over()
         with self._lock:
             hold.lineage.version, hold.lineage.label = plan.version, plan.label
@@ -419,18 +427,21 @@ class Updating:
             update.engines = weights.engines()
             if not update.engines:
                 log.warning("no engine is known: name them with set_engines, or start a worker")
+            if plan.hides:
+                weights.naming.hide(update.engines, weights.version, plan.version)
             if plan.clears:
                 weights.clear_engines(update.engines)
             update.entered_s = time.monotonic() - self._started_mono_s
             weights.figures.enter_s = update.entered_s
             weights.current = update
         except BaseException:
-            self._end(is_failed=True)
+            self._end(is_failed=True, is_pushed=False)
             raise
         return update
 
     def leave(self, *, is_failed: bool) -> None:
         """End the update: as planned, or with the old version where it failed."""
+        is_pushed = not is_failed
         try:
             if not is_failed:
                 self._weights.finish(self._plan, self._update, self._pausing)
@@ -438,13 +449,16 @@ class Updating:
             is_failed = True
             raise
         finally:
-            self._end(is_failed=is_failed)
+            self._end(is_failed=is_failed, is_pushed=is_pushed)
 
-    def _end(self, *, is_failed: bool) -> None:
+    def _end(self, *, is_failed: bool, is_pushed: bool) -> None:
         weights = self._weights
         try:
             if is_failed:
-                self._pausing.undo()
+                try:
+                    weights.unhide(is_pushed=is_pushed)
+                finally:
+                    self._pausing.undo()
         finally:
             figures, lasted_s = weights.figures, time.monotonic() - self._started_mono_s
             figures.updates, figures.failed = figures.updates + 1, figures.failed + is_failed

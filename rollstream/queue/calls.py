@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollstream.errors import DropReason, MemberReason, Report, RunLost
+from rollstream.labels import is_between
 from rollstream.queue.answers import (
     AuditAnswer,
     BeatAnswer,
@@ -389,6 +390,11 @@ def _label(label: str) -> str:
     if len(label) > MAX_LABEL_CHARS:
         raise ValueError(
             f"label {label[:40]!r}… has {len(label)} characters, allowed are {MAX_LABEL_CHARS}"
+        )
+    if is_between(label):
+        raise ValueError(
+            f"label {label!r}: engines are called number~number while new weights are on their way "
+            "to them; name weights something else"
         )
     return label
 

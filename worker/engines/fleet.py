@@ -26,7 +26,7 @@ from .logprob_mode import Mode, raw_text
 from .looks import LOOKS_BEFORE_DOWN, FirstQuestions, Looks
 from .pooled import PoolCounters, PoolEngine, RetryPolicy
 from .states import ALIVE, State
-from .versions import VersionMap
+from .versions import BETWEEN_VERSIONS, VersionMap
 
 log = structlog.get_logger("worker")
 
@@ -258,6 +258,8 @@ class Fleet:
             return State.REFUSED
         if member.paused:
             return State.PAUSED
+        if self._policy.require_version and member.version == BETWEEN_VERSIONS:
+            return State.BEHIND  # a push is under way, or its trainer is gone
         if self._policy.require_version and self.version > 0:
             if member.version == UNKNOWN_VERSION:
                 # Nobody labels weights here, or everybody but this one, which began anew then.
@@ -267,7 +269,7 @@ class Fleet:
         return State.UP
 
     def _lag_of(self, member: PoolEngine, state: State) -> int:
-        if member.version == UNKNOWN_VERSION:
+        if member.version < 0:
             return self.version if state is State.BEHIND else 0
         return max(0, self.version - member.version)
 
@@ -291,7 +293,7 @@ class Fleet:
             sent: the run's version when the call was sent.
         """
         known = member.version
-        if version > known:
+        if version > max(known, UNKNOWN_VERSION):
             member.counters.version = version
             self.refresh()
         elif 0 <= version < sent <= known:

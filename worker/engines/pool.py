@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollstream.errors import ConfigError, EngineFault, Withheld
+from rollstream.sample import UNKNOWN_VERSION
 
 from ..sampling import Sampling
 from ..types import Completion, RequestIds
@@ -36,7 +37,7 @@ from .replay import ReplayShape
 from .request import new_rid
 from .retry_budget import RetryBudget
 from .states import EngineState
-from .versions import VersionMap
+from .versions import VersionMap, recorded
 from .wire_log import WireLog
 
 __all__ = ["OUTCOMES", "EngineCounters", "EnginePool", "PoolCounters", "RetryPolicy"]
@@ -153,7 +154,7 @@ class EnginePool:
                 url=member.client.url,
                 kind=self._kind,
                 state=member.state,
-                version=member.version,
+                version=max(member.version, UNKNOWN_VERSION),
                 in_flight=member.counters.in_flight,
                 limit=member.limiter.shown,
             )
@@ -256,6 +257,7 @@ class EnginePool:
                 await self._after(error, member, call)
             else:
                 self._answered(member, completion, sent)
+                completion.versions = recorded(completion.versions, sent)
                 return completion
 
     async def _send(

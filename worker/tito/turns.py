@@ -167,10 +167,11 @@ def versions_of(
     """Return the weight versions of a reply as spans over 0..C.
 
     Where the engine reports none: the one at dispatch, and the one when the reply came as an empty
-    span behind it, if it is another; nobody knows where it changed.
+    span behind it, if it is another; nobody knows where it changed. An unknown span of an engine
+    that knows others stays unknown: it is neither the one before it nor the one at dispatch.
     """
     count, reported = len(completion.ids), completion.versions
-    if reported and all(version != UNKNOWN_VERSION for version, _, _ in reported):
+    if any(version != UNKNOWN_VERSION for version, _, _ in reported):
         return list(reported)
     spans = [(dispatched, 0, count)]
     if current is not None and current != dispatched:

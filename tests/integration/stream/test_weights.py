@@ -40,6 +40,11 @@ def ops(run: Backstage) -> list[str]:
     return [f"{e['op']} {e['arg']}".strip() for e in entries if e["op"] != "connect"]
 
 
+def told(label: str) -> tuple[str, object]:
+    """Return what an engine gets that is told its label."""
+    return "/update_weight_version", {"new_version": label, "abort_all_requests": False}
+
+
 def finish(run: Backstage, *group_indexes: int) -> None:
     """Finish groups by a worker that then leaves: it would have to obey pauses, too."""
     run.finish(*group_indexes)
@@ -81,18 +86,16 @@ def test_updating_weights_pauses_pushes_tells_engines_versions_and_resumes_in_th
             assert update.engines == stream.engines() == sorted(s.url for s in servers)
             assert len(update.workers) == 2
             assert update.entered_s > 0
-            assert [server.got for server in servers] == [[], []]
+            # Calls go on: what they sample now is of weights that nobody can name.
+            assert [server.got for server in servers] == [[told("0~4")]] * 2
         for server in servers:
-            (told,) = server.got
-            assert told == (
-                "/update_weight_version", {"new_version": "v4", "abort_all_requests": False}
-            )  # fmt: skip
+            assert server.got[1:] == [told("v4")]
         assert (info_of(run).state, info_of(run).version) == ("running", 4)
         assert stream.version == 4
         assert ops(run) == ["label 4", "pause keep", "version 4", "resume"]
         with stream.updating_weights(5):
             pass
-        assert first.got[-1][1] == {"new_version": "5", "abort_all_requests": False}
+        assert first.got[2:] == [told("4~5"), told("5")]
     assert stream.metrics()["stream/updates"] == 2
 
 
@@ -197,8 +200,9 @@ def test_updating_weights_leaves_an_engine_out_that_does_not_take_the_version(
         for version in (1, 2):
             with stream.updating_weights(version) as update:
                 update.engines.remove(unreached.url)
-        assert len(fine.got) == len(broken.got) == 2
-        assert unreached.got == []
+        # What went on there may have sampled with weights that a push broke off: it stays so.
+        assert fine.got == broken.got == [told("0~1"), told("1"), told("1~2"), told("2")]
+        assert unreached.got == [told("0~1"), told("1~2")]
     assert info_of(run).version == 2
     said = [r for r in caplog.records if "did not take" in r.getMessage()]
     assert [r.levelname for r in said if r.levelname == "WARNING"] == ["WARNING"]
@@ -224,6 +228,8 @@ def test_updating_weights_refuses_what_is_wrong_before_it_pauses(
         ({"label": "x" * 201}, ValueError, "label"),
         ({"label": "\ud800"}, ValueError, "surrogate"),
         ({"label": b"v1"}, TypeError, "label"),
+        ({"label": "3~4"}, ValueError, "name weights something else"),
+        ({"mode": "abort", "wait_idle": False}, ValueError, "calls that are stopped are waited"),
     ]
     for given, kind, said in wrong:
         with pytest.raises(kind, match=said):
@@ -245,9 +251,7 @@ def test_the_same_version_again_gives_the_engines_their_weights_once_more(
                 stream.set_engines(["http://127.0.0.1:1"])
                 assert stream.engines() == [servers[0].url]
             stream.set_engines([servers[0].url])
-        assert [body for _, body in servers[0].got] == [
-            {"new_version": "3", "abort_all_requests": False}
-        ] * 2
+        assert servers[0].got == [told("3~3"), told("3")] * 2
     assert (info_of(run).state, info_of(run).version) == ("running", 3)
 
 
@@ -283,6 +287,72 @@ def test_only_one_update_is_under_way_and_it_alone_pauses_and_sets_versions(
     stream.resume()
 
 
+# --- what engines are called while calls go on ---------------------------------------------------
+@pytest.mark.parametrize(
+    ("weights_mode", "how"),
+    [
+        ("async", {"mode": "abort"}),
+        ("async", {"wait_idle": True}),
+        ("async", {"post": False}),
+        ("on_policy", {}),
+        ("colocated", {"mode": "keep"}),
+    ],
+)
+def test_no_label_is_hidden_where_no_call_goes_on_or_the_push_names_the_weights(
+    run: Backstage, connect: Connect, hire: Hire, weights_mode: str, how: dict[str, Any]
+) -> None:
+    run.budgets["weights_mode"] = weights_mode
+    run.open()
+    with engines(1) as servers:
+        hire(engines=[an_engine(servers[0].url)])
+        stream = connect()
+        with stream.updating_weights(1, **how):
+            pass
+        told_labels = [one for one in servers[0].got if one[0] == "/update_weight_version"]
+        assert told_labels == ([told("1")] if how.get("post", True) else [])
+
+
+def test_a_push_that_raises_gives_every_engine_the_label_back_that_it_had(
+    run: Backstage, connect: Connect, hire: Hire, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engines(4) as servers:
+        current, restarted, vllm, mute = servers
+        current.label, vllm.label = "step-3", "step-2"
+        vllm.label_path, mute.label_path = "/weight_info", "/nowhere"
+        hire(engines=[an_engine(server.url) for server in servers])
+        stream = connect()
+        stream.set_weight_version(3, "step-3")
+        with pytest.raises(KeyError), stream.updating_weights(4):
+            raise KeyError
+        assert [server.label for server in servers] == ["step-3", "default", "step-2", "3~4"]
+        assert restarted.got == [told("3~4"), told("default")]
+        (said,) = [r for r in caplog.records if "old label back" in r.getMessage()]
+        assert said.__dict__["engine"] == mute.url
+        # The next one reaches them all, and knows no better what the mute one was called.
+        with stream.updating_weights(4):
+            pass
+        assert [server.label for server in servers] == ["4"] * 4
+
+
+def test_a_trainer_that_was_replaced_while_its_push_broke_leaves_the_engines_alone(
+    run: Backstage, connect: Connect, hire: Hire
+) -> None:
+    with engines(1) as servers:
+        hire(engines=[an_engine(servers[0].url)])
+        older, newer = connect(), []
+
+        def break_off() -> None:
+            newer.append(connect())
+            raise KeyError
+
+        with pytest.raises(KeyError), older.updating_weights(1):
+            break_off()
+        assert servers[0].got == [told("0~1")]
+        with newer[0].updating_weights(1):
+            pass
+        assert servers[0].label == "1"
+
+
 # --- ends that are none of the plan --------------------------------------------------------------
 class Boom(BaseException):
     """No Exception, as KeyboardInterrupt is none."""
@@ -300,7 +370,8 @@ def test_a_push_that_raises_leaves_the_old_version_and_a_run_that_goes_on(
         assert batch is not None
         with pytest.raises(kind), stream.updating_weights(7, ack=batch):
             raise kind
-        assert servers[0].got == []
+        # Its label again, before the run goes on.
+        assert servers[0].got == [told("0~7"), told("default")]
     assert not batch.acked
     assert (info_of(run).state, info_of(run).version, stream.version) == ("running", 0, 0)
     with stream.updating_weights(1, post=False, ack=batch):
@@ -518,7 +589,7 @@ def test_a_label_that_comes_back_keeps_its_meaning_until_the_new_weights_are_in_
 
 
 def test_a_trainer_that_was_taken_over_in_its_block_changes_nothing(
-    run: Backstage, connect: Connect, hire: Hire
+    run: Backstage, connect: Connect, hire: Hire, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engines(1) as servers:
         hire(engines=[an_engine(servers[0].url)])
@@ -530,7 +601,8 @@ def test_a_trainer_that_was_taken_over_in_its_block_changes_nothing(
 
         with pytest.raises(ConsumerTaken), older.updating_weights(5):
             take_over()
-        assert servers[0].got == []
+        assert servers[0].got == [told("0~5")], "a label that means nothing; the other one names it"
+        assert "keep a label that means no version" in caplog.text
         assert (info_of(run).state, info_of(run).pause_mode) == ("paused", "abort")
         assert info_of(run).version == 0
         newer[0].resume()

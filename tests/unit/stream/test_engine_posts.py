@@ -25,6 +25,8 @@ class Handler(BaseHTTPRequestHandler):
         if server.hold is not None:
             server.hold.wait(20)
         status, reply = server.answer
+        if status == 200 and self.path == "/update_weight_version":
+            server.label = json.loads(body)["new_version"]
         self.send_response(status)
         if status == 302:
             self.send_header("location", "/elsewhere")
@@ -35,9 +37,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, Server)
-        server.got.append((self.path, "GET"))
-        self.send_response(200)
+        if self.path == server.label_path:
+            reply = json.dumps({"weight_version": server.label}).encode()
+            self.send_response(200)
+        else:
+            reply = b""
+            server.got.append((self.path, "GET"))
+            self.send_response(404)
+        self.send_header("content-length", str(len(reply)))
         self.end_headers()
+        self.wfile.write(reply)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -52,6 +61,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.got: list[tuple[str, object]] = []
         self.answer: tuple[int, bytes] = (200, b"{}")
+        self.label: object = "default"
+        self.label_path = "/model_info"
         self.hold: threading.Event | None = None
         self.inside = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"

@@ -80,6 +80,8 @@ def test_56_68_what_a_plain_record_lacks_is_a_value_error() -> None:
     [
         ([(4, 0, 1), (5, 1, 2)], 9, [(4, 0, 1), (5, 1, 2)]),
         ([(UNKNOWN_VERSION, 0, 2)], 3, [(3, 0, 2)]),
+        ([(4, 0, 1), (UNKNOWN_VERSION, 1, 2)], 9, [(4, 0, 1), (UNKNOWN_VERSION, 1, 2)]),
+        ([(3, 0, 0), (UNKNOWN_VERSION, 0, 2)], 9, [(3, 0, 0), (UNKNOWN_VERSION, 0, 2)]),
         ([], 6, [(3, 0, 2), (6, 2, 2)]),
     ],
 )
@@ -106,6 +108,6 @@ def test_a_record_of_a_completion_has_its_provenance(
     sample = merge_turns([record]).sample
     assert sample is not None
     assert sample.version_range() == (
-        min(v for v, _, _ in versions),
+        min(v for v, _, _ in versions if v >= 0),
         max(v for v, _, _ in versions),
     )
