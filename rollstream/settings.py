@@ -17,7 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, fi
 
 from rollstream.errors import ConfigError
 from rollstream.parameters import PARAMETERS, problem_of
-from rollstream.urls import redis_url_problem, with_sentinels
+from rollstream.urls import (
+    NO_NAME_WITH_TLS,
+    is_name_with_tls,
+    redis_url_problem,
+    with_sentinels,
+)
 
 
 class Table(BaseModel):
@@ -96,8 +101,9 @@ class EngineTable(Table):
     SGLang's, so `hf` and `sim` do the same as `sglang`, and say what the engines are."""
     urls: tuple[str, ...] = ()
     """Root URLs of the engines. `dns+http://host:port` is every address that the name has, and
-    `router+http://host:port` every worker that a router lists; both are asked again and again. A
-    trainer's `set_engines` wins over this."""
+    `router+http://host:port` every worker that a router lists; both are asked again and again.
+    `dns+https` is refused: engines are called by address, which no certificate names. A trainer's
+    `set_engines` wins over this."""
     discover_interval_s: float = Field(10.0, gt=0)
     """How often a name is resolved, and a router asked for its workers."""
     require_version: bool = True
@@ -147,6 +153,8 @@ class EngineTable(Table):
             return value
         urls = [url.strip().rstrip("/") if isinstance(url, str) else url for url in value]
         for url in urls:
+            if isinstance(url, str) and is_name_with_tls(url):
+                raise ValueError(NO_NAME_WITH_TLS)
             plain = url.removeprefix("dns+").removeprefix("router+") if isinstance(url, str) else ""
             if plain and not plain.startswith(("http://", "https://")):
                 raise ValueError(

@@ -22,6 +22,10 @@ SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://", *SENTINEL_SCHEMES)
 SENTINEL_PORT = 26379
 MASTER_NAME = r"[\w.-]+"
+NO_NAME_WITH_TLS = (
+    "no dns+https://, since its engines are called by address and no certificate names that: "
+    "dns+http://, router+https://, or every engine's own https:// URL"
+)
 _ENCODED = "/ # ? @ of a user or password are written %2F %23 %3F %40"
 _OPTIONS: dict[str, Callable[[str], object]] = {
     "db": int, "max_connections": int, "health_check_interval": int,
@@ -62,8 +66,15 @@ def redis_url_problem(url: str) -> str:
     return _query_problem(parts.scheme, parts.query)
 
 
+def is_name_with_tls(url: str) -> bool:
+    """Return whether an address is a name whose engines would be called over TLS by address."""
+    return url.lower().startswith("dns+https://")
+
+
 def engine_url_problem(url: str) -> str:
     """Return what was expected of an engine's root URL that is none, else nothing."""
+    if is_name_with_tls(url):
+        return NO_NAME_WITH_TLS
     plain = url.removeprefix("dns+").removeprefix("router+")
     if not plain.startswith(("http://", "https://")):
         return "a URL that starts with http:// or https://, or with dns+ or router+ before that"

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from rollstream import health
 from rollstream.health import NOTE, Finding
-from rollstream.urls import shown_url
+from rollstream.urls import NO_NAME_WITH_TLS, is_name_with_tls, shown_url
 
 if TYPE_CHECKING:
     from rollstream.confirmed import EngineView
@@ -173,6 +173,8 @@ def _label(value: Any) -> str | None:
 
 def _addresses(url: str, timeout_s: float) -> tuple[list[str], str]:
     """Return the engines that an entry of `engine.urls` stands for, or what is wrong with it."""
+    if is_name_with_tls(url):
+        return [], f"expected {NO_NAME_WITH_TLS}"
     if url.startswith("dns+"):
         return _resolved(url.removeprefix("dns+"))
     if url.startswith("router+"):
@@ -182,13 +184,13 @@ def _addresses(url: str, timeout_s: float) -> tuple[list[str], str]:
 
 def _resolved(url: str) -> tuple[list[str], str]:
     parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    port = parts.port or 80
     try:
         found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except OSError as error:
         return [], f"the name cannot be looked up: {error.strerror or error}"
     hosts = dict.fromkeys(str(address[0]) for *_, address in found)
-    return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts], ""
+    return [f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts], ""
 
 
 def _listed(url: str, timeout_s: float) -> tuple[list[str], str]:

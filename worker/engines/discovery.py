@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from rollstream.errors import ConfigError
+from rollstream.urls import NO_NAME_WITH_TLS, is_name_with_tls
 
 DNS, ROUTER = "dns+", "router+"
 _RANK = re.compile(r"@\d+$")
@@ -94,8 +95,10 @@ def check_spec(spec: str) -> str:
     """Return an address in its one form.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or a name behind which TLS would be used.
     """
+    if is_name_with_tls(spec.strip()):
+        raise ConfigError(f"engine.urls: {spec!r}: expected {NO_NAME_WITH_TLS}")
     for kind in (DNS, ROUTER):
         if spec.startswith(kind):
             return kind + plain_url(spec.removeprefix(kind))
@@ -122,7 +125,7 @@ async def engines_of(spec: str, ask: Ask, resolve: Resolve = resolve) -> list[st
 
 
 async def _of_name(url: httpx.URL, spec: str, resolve: Resolve) -> list[str]:
-    port = url.port or (443 if url.scheme == "https" else 80)
+    port = url.port or 80
     try:
         addresses = await resolve(url.host, port)
     except (OSError, UnicodeError) as error:

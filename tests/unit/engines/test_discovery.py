@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from rollstream.cli.engine_check import engine_findings
 from rollstream.errors import ConfigError
 from rollstream.settings import EngineTable
+from rollstream.urls import checked_engines
 from worker.engines.discovery import NoAnswer, check_spec, engines_of, is_moving, workers_in
 
 
@@ -128,6 +130,20 @@ def test_address_that_no_resolver_takes_or_no_path_fits_behind_is_refused(url: s
     for kind in ("", "dns+", "router+"):
         with pytest.raises(ConfigError, match=r"engine\.urls"):
             check_spec(kind + url)
+
+
+@pytest.mark.parametrize("spec", ["dns+https://engines:30000", "dns+HTTPS://engines/base"])
+def test_name_with_tls_is_refused_wherever_engines_are_named(spec: str) -> None:
+    """Its engines would be called by address, which no certificate names."""
+    sentence = "certificate"
+    with pytest.raises(ConfigError, match=sentence):
+        check_spec(f" {spec}/")
+    with pytest.raises(ValueError, match=sentence):
+        EngineTable(urls=("http://a:1", spec))
+    with pytest.raises(ValueError, match=sentence):
+        checked_engines([spec])
+    _, [finding] = engine_findings([spec], "sglang", timeout_s=5.0, info=None)
+    assert sentence in finding.what
 
 
 def test_settings_take_every_kind_of_address() -> None:
