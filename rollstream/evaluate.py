@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import re
 import secrets
 import threading
@@ -32,7 +33,7 @@ from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo, StoredGroup
 from rollstream.runs import OUTAGES, REFUSALS, Interrupted
 from rollstream.sample import Prompt
-from rollstream.wire import encode_prompt
+from rollstream.wire import decode_prompt, encode_prompt
 
 log = logging.getLogger("rollstream.stream")
 
@@ -92,17 +93,22 @@ def ask(
     Raises:
         ValueError: no prompt, an n that is none, an environment that the run does not have, a row
             that is none; or a prompt that cannot be written (`WireError`).
-        TypeError: a prompt of another kind.
+        TypeError: a prompt of another kind, a name that is no text, an n that is no whole number.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name {name!r} is a {type(name).__name__}: expected a text")
+    n = int(operator.index(n))
     if not 1 <= n <= INDEX_STRIDE:
         raise ValueError(f"n={n}: expected 1 to {INDEX_STRIDE} samples a prompt")
     if not 0 < timeout_s < float("inf"):
         raise ValueError(f"timeout_s={timeout_s}: expected a positive number of seconds")
-    if isinstance(prompts, str) or not prompts:
+    if isinstance(prompts, str | bytes | Mapping) or not prompts:
         raise ValueError("prompts: expected a list of them, with at least one")
     groups = [_group_of(place, prompt, n, sampling or {}) for place, prompt in enumerate(prompts)]
     for group in groups:
         group.env = _env_of(env or group.env, info.envs)
+        # Refused here and not by every worker in turn: one that nobody could read.
+        decode_prompt(encode_prompt(group), group.group_index, n)
     slug = _SLUG.sub("_", name)[:64] or "eval"
     token = secrets.token_hex(4)
     ids = [f"e:{slug}-{token}:{place}" for place in range(len(groups))]
@@ -146,6 +152,17 @@ def _env_of(name: str, envs: Mapping[str, EnvRule]) -> str:
     if envs and name not in envs:
         raise ValueError(f"env={name!r}: the run has {sorted(envs)}")
     return name
+
+
+def withdraw_all(queue: BlockingQueue) -> None:
+    """End evaluations of earlier trainers: nobody waits for them, and they come before training."""
+    found: Any = queue.client.smembers(f"{queue.prefix}ge")
+    names = sorted(name.decode(errors="replace") for name in found)
+    for part in _pages(names):
+        queue.call_many([calls.withdraw(name) for name in part])
+    if names:
+        log.info("withdrew evaluations of an earlier trainer",
+                 extra={"run": queue.run, "groups": len(names)})  # fmt: skip
 
 
 def run_evaluation(

@@ -22,7 +22,7 @@ from rollstream.batch import Batch
 from rollstream.checkpoint import FRESH, Checkpoint
 from rollstream.errors import StreamError
 from rollstream.eval_result import EvalResult
-from rollstream.evaluate import EvalPrompt, ask, run_evaluation
+from rollstream.evaluate import EvalPrompt, ask, run_evaluation, withdraw_all
 from rollstream.figures import stream_figures
 from rollstream.frontier import TerminalIds
 from rollstream.hold import Hold
@@ -123,6 +123,7 @@ class GroupStream:
             if checkpoint is not None:
                 terminal, version = checkpoint.terminal, checkpoint.weight_version
             hold.patiently(lambda: hold.lineage.claim(terminal, version), connect_timeout_s)
+            hold.patiently(lambda: withdraw_all(queue), connect_timeout_s)
         except BaseException:
             queue.close()
             raise

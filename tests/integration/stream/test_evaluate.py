@@ -383,6 +383,21 @@ def test_evaluate_of_a_run_that_vanished_is_lost(
         stream.evaluate("m", ["a"], timeout_s=20)
 
 
+def test_a_new_trainer_withdraws_evaluations_that_nobody_waits_for_any_more(
+    run: Backstage, connect: Connect
+) -> None:
+    run.enqueue(0)
+    for place in range(70):
+        run.queue.call(calls.enqueue(f"e:m-1:{place}", 2, b"prompt", timeout_ms=60_000))
+    run.lease(1)
+    stream = connect()
+    assert run.queue.depths()["evaluations"] == 0
+    assert run.queue.depths()["live"] == 1
+    assert run.queue.counters()["e.dropped:withdrawn"] == 70
+    assert run.queue.call(calls.audit(deep=True)).problems == []
+    assert stream.evaluate("m", ["a"], timeout_s=0.05).missing
+
+
 def test_evaluate_refuses_what_is_wrong_and_enqueues_nothing(
     run: Backstage, connect: Connect
 ) -> None:
@@ -403,10 +418,16 @@ def test_evaluate_refuses_what_is_wrong_and_enqueues_nothing(
         ({"env": "c"}, r"\['a', 'b'\]"),
         ({}, "name one"),
         ({"env": "a", "prompts": [{"prompt": "x", "metadata": {"x": object()}}]}, "object"),
+        ({"env": "a", "prompts": [{"prompt": "x", "metadata": 5}]}, "metadata"),
+        ({"env": "a", "prompts": [{"prompt": 5}]}, "prompt"),
+        ({"env": "a", "prompts": ["x\ud800"]}, "surrogates"),
+        ({"env": "a", "prompts": {"prompt": "x"}}, "a list"),
+        ({"env": "a", "n": 2.5}, "integer"),
+        ({"env": "a", "name": 5}, "name 5 is a int"),
     ]
     for given, said in wrong:
         with pytest.raises((ValueError, TypeError), match=said):
-            stream.evaluate("m", **({"prompts": ["x"]} | given))
+            stream.evaluate(**({"name": "m", "prompts": ["x"]} | given))
     with pytest.raises(TypeError, match="prompt 0 is a int"):
         stream.evaluate("m", [7], env="a")  # type: ignore[list-item]
     assert run.queue.counters().get("e.enqueued", 0) == 0
