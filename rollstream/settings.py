@@ -107,7 +107,8 @@ class EngineTable(Table):
     discover_interval_s: float = Field(10.0, gt=0)
     """How often a name is resolved, and a router asked for its workers."""
     require_version: bool = True
-    """An engine takes calls only while it reports the run's weight version, or a newer one."""
+    """An engine that is known to have older weights than the run, or to be between two, takes no
+    calls. Engines that never name their weights are believed to have the run's."""
     vllm_route: Literal["generate", "completions"] = "generate"
     """With `vllm`: token-in token-out (`/inference/v1/generate`), or `/v1/completions` for servers
     that lack it."""
@@ -119,7 +120,8 @@ class EngineTable(Table):
     """The most calls that this worker has at one engine; 0 is as many as it has slots. Engines that
     say that they are full get less, and more again as they answer."""
     retry_budget: float = Field(0.2, ge=0, le=1)
-    """Retries may be this share of the calls, over a minute; beyond it a call fails at once."""
+    """Retries may be this share of the calls, over a minute, ten whatever it is; beyond it a call
+    fails at once."""
     request_timeout_s: float = Field(600.0, gt=0)
     """How long one request may take."""
     connect_timeout_s: float = Field(5.0, gt=0)
@@ -131,7 +133,8 @@ class EngineTable(Table):
     retry_backoff_max_s: float = Field(5.0, gt=0)
     """The longest wait between two tries."""
     abort_wait_s: float = Field(2.0, ge=0)
-    """How long a retry waits for the partial reply of the call that it aborted."""
+    """How long the partial reply of a call that was aborted is waited for: before a retry, and at
+    an update that stops calls."""
     probe_interval_s: float = Field(2.0, gt=0)
     """How often an engine is asked whether it is there."""
     routed_experts: bool = False
@@ -336,13 +339,16 @@ class WeightsTable(Table):
     """How old a sample may be, and what new weights do to the samples that run."""
 
     mode: Literal["async", "on_policy", "colocated"] = "async"
-    """`on_policy` permits no staleness and stops running samples at an update; `colocated` also
-    waits until the engines are idle, for trainers on the same GPUs."""
+    """How old samples may be, and what an update does where the trainer does not say. `async`: by
+    `max_staleness`, and calls in flight go on. `on_policy`: no staleness, and calls in flight are
+    stopped; needs `groups_per_step`. `colocated`, for trainers on the same GPUs: the same, and the
+    engines are told to stop whatever else they run, such as calls of workers that died."""
     max_staleness: int = Field(-1, ge=-1)
     """Versions; -1 is unbounded. 0 with `on_policy` and `colocated`, whatever stands here."""
     groups_per_step: int | None = Field(None, ge=1)
-    """Groups that one step of the trainer takes: with a bounded staleness the producer then keeps
-    at most `groups_per_step * (1 + max_staleness)` live, so that few groups get stale at all."""
+    """Groups that one step of the trainer takes, at most `producer.capacity_groups`: with a bounded
+    staleness the producer then keeps at most `groups_per_step * (1 + max_staleness)` live, so that
+    few groups get stale at all. Must be set where `mode` is not `async`."""
     on_stale: Literal["drop", "requeue", "deliver"] | None = None
     """What becomes of a group that is too old: dropped, begun anew (at most `max_requeues` times,
     then dropped), or delivered all the same. None is `drop`, and `requeue` where `mode` is not
@@ -350,7 +356,9 @@ class WeightsTable(Table):
     max_requeues: int = Field(3, ge=0)
     """How often one group may begin anew."""
     partial: bool = False
-    """Samples that an update stops keep their tokens, and another worker goes on from there."""
+    """Samples that are stopped (by an update, an engine, or the end of their worker) keep their
+    tokens, and whoever leases them next goes on from there. Functions of your own: see
+    docs/weights.md."""
     max_resumes: int = Field(16, ge=1)
     """How often one sample may be resumed; then it begins anew, which counts as an attempt."""
     mask_offpolicy: bool = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from rollstream.cli.__main__ import main
 from rollstream.queue import calls
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage
@@ -57,6 +59,27 @@ def test_what_gets_stale_in_the_buffer_is_dropped_and_counted_by_place_and_age(
     assert figures["stream/stale_age_mean/hand_out"] == 3
     assert figures["stream/stale_at_hand_out"] == 1
     audited(run)
+
+
+def test_case_77_a_stale_group_that_is_dropped_leaves_its_members_lengths_and_versions(
+    run: Backstage, connect: Connect, valkey_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened(run, "drop")
+    stream = buffered(run, connect)
+    run.enqueue(2)
+    leases = [lease for lease in run.lease() if lease.group_index == "2"]
+    run.complete(leases[:1], make=at(0))
+    stream.set_weight_version(3)
+    run.queue.call(calls.sweep())
+    stream.close()
+    main(["show", "--redis", valkey_url, "--run", run.queue.run, "--last", "1000", "--json"])
+    drops = {drop["group_index"]: drop for drop in json.loads(capsys.readouterr().out)["drops"]}
+    (ended, open_one) = drops["2"]["members"]
+    assert {(drop["reason"], drop["n"]) for drop in drops.values()} == {("stale", 2)}
+    assert (drops["2"]["state"], open_one["where"]) == ("open", "unfinished")
+    length = a_sample(2, 0, versions=0).num_sampled
+    known = ("sampled_tokens", "turns", "versions")
+    assert [ended["result"][name] for name in known] == [length, 1, [0, 0]]
 
 
 def test_what_gets_stale_in_the_buffer_begins_anew_and_comes_again(
