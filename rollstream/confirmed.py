@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollstream.queue.reads import Confirmation
 
 MAX_URL_CHARS = 2048
+MAX_PROBLEM_CHARS = 200
 MAX_SHOWN = 8
 """Workers or engines that one message names."""
 _AWAY = frozenset({"down", "refused"})
@@ -35,6 +36,8 @@ class EngineView:
     """The newest weight version that anybody read at it; None where nobody knows."""
     in_flight: int = 0
     """Calls of all workers together."""
+    problem: str = ""
+    """Why it is of no use, as the first worker says that finds one."""
 
     @property
     def state(self) -> str:
@@ -88,6 +91,7 @@ def engine_views(alive: Iterable[Confirmation]) -> list[EngineView]:
             view = views.setdefault(url, EngineView(url))
             view.states[_text(row.get("state"))] += 1
             view.kind = view.kind or _text(row.get("kind"))
+            view.problem = view.problem or _problem(row.get("problem"))
             view.in_flight += _count(row.get("in_flight")) or 0
             version = _count(row.get("version"))
             if version is not None and (view.version is None or version > view.version):
@@ -122,13 +126,17 @@ def hindrances(views: Sequence[EngineView], version: int) -> str:
 
 def _hindrance(view: EngineView, version: int) -> str:
     if view.state != "behind":
-        return f"{view.url} is {view.state}"
+        return f"{view.url} is {view.state}" + (f" ({view.problem})" if view.problem else "")
     has = "unknown weights" if view.version is None else f"version {view.version}"
     return f"{view.url} is behind ({has}, the run has {version})"
 
 
 def _text(value: Any) -> str:
     return plain(value[:40]) if isinstance(value, str) else "unknown"
+
+
+def _problem(value: Any) -> str:
+    return plain(value[:MAX_PROBLEM_CHARS]) if isinstance(value, str) else ""
 
 
 def plain(text: str) -> str:

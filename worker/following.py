@@ -238,6 +238,8 @@ def position_of(view: RunView) -> Position:
 def engines_json(states: Sequence[EngineState]) -> bytes:
     """Return engines as JSON of at most `MAX_ENGINES_BYTES`; what is too many is left out."""
     rows = [dataclasses.asdict(state) for state in states]
+    if len(msgspec.json.encode(rows)) > MAX_ENGINES_BYTES:
+        rows = [row | {"problem": ""} for row in rows]  # an engine counts for more
     while len(text := msgspec.json.encode(rows)) > MAX_ENGINES_BYTES:
         rows = rows[: len(rows) // 2]
     return text

@@ -275,7 +275,12 @@ def _engines(
 ) -> None:
     urls = settings.engine.urls if info is None or info.engines is None else info.engines
     words, findings = engine_findings(
-        urls, settings.engine.kind, timeout_s=args.timeout_s, info=info, views=views
+        urls,
+        settings.engine.kind,
+        timeout_s=args.timeout_s,
+        info=info,
+        views=views,
+        vllm_route=settings.engine.vllm_route,
     )
     report.facts["engines"] = words
     report.findings += findings

@@ -29,6 +29,9 @@ MAX_BODY_BYTES = 1 << 20
 MAX_ENGINES = 64
 """Of one name; more are not asked."""
 _ABSENT = (404, 405)
+_OFF = (403, *_ABSENT)
+ROUTES = {"generate": "/inference/v1/generate", "completions": "/v1/completions"}
+"""What a worker calls, by `engine.vllm_route`."""
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
@@ -49,6 +52,7 @@ def engine_findings(
     *,
     timeout_s: float,
     info: RunInfo | None,
+    vllm_route: str = "generate",
     views: Sequence[EngineView] = (),
 ) -> tuple[dict[str, str], list[Finding]]:
     """Ask every engine; return a word on each, and what is to be mended or known.
@@ -58,6 +62,7 @@ def engine_findings(
         kind: `engine.kind`.
         timeout_s: for each question.
         info: the run, to compare versions with; None where there is none.
+        vllm_route: `engine.vllm_route`.
         views: the engines as the run's live workers see them.
     """
     words: dict[str, str] = {}
@@ -68,17 +73,21 @@ def engine_findings(
             words[shown_url(url)] = problem
             findings.append(_gone(url, problem))
         for address in addresses[:MAX_ENGINES]:
-            said = look(kind, address, timeout_s)
+            said = look(kind, address, timeout_s, vllm_route)
             words[shown_url(address)] = _word(said)
             findings += _judge(address, said, info)
     findings += [_raw(view.url) for view in views if view.states["refused"]]
     return words, findings
 
 
-def look(kind: str, url: str, timeout_s: float) -> Said:
+def look(kind: str, url: str, timeout_s: float, vllm_route: str = "generate") -> Said:
     """Ask one engine in its own protocol."""
     try:
-        return _look_vllm(url, timeout_s) if kind == "vllm" else _look_sglang(url, timeout_s)
+        return (
+            _look_vllm(url, timeout_s, ROUTES[vllm_route])
+            if kind == "vllm"
+            else _look_sglang(url, timeout_s)
+        )
     except (OSError, ValueError) as error:
         return Said(problem=str(getattr(error, "reason", error)) or type(error).__name__)
 
@@ -92,7 +101,14 @@ def _look_sglang(url: str, timeout_s: float) -> Said:
     return Said(label=_label(info.get("weight_version")), paused=paused)
 
 
-def _look_vllm(url: str, timeout_s: float) -> Said:
+def _look_vllm(url: str, timeout_s: float, route: str) -> Said:
+    # As a worker does first: no server runs such a request, but one that lacks the route says so.
+    status, _ = _get(url + route, timeout_s, body=b"{}")
+    if status in _OFF:
+        return Said(
+            problem=f"{route}: status {status}: start vllm serve with --enable-scale-out, or set "
+            "engine.vllm_route"
+        )
     paused_status, paused = _get(f"{url}/is_paused", timeout_s)
     info_status, info = _get(f"{url}/weight_info", timeout_s)
     if paused_status in _ABSENT and info_status in _ABSENT:
@@ -210,16 +226,18 @@ def _listed(url: str, timeout_s: float) -> tuple[list[str], str]:
     return list(dict.fromkeys(found)), "" if found else "the router has no workers"
 
 
-def _get(url: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
-    """Return status and JSON object of a page; an empty one where the body is none."""
+def _get(url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, dict[str, Any]]:
+    """Return status and JSON object of a page, posted to where there is a body; {} for none."""
+    headers = {} if body is None else {"content-type": "application/json"}
     try:
-        with _OPEN(url, timeout=timeout_s) as answer:
+        request = urllib.request.Request(url, body, headers)
+        with _OPEN(request, timeout=timeout_s) as answer:
             raw, status = answer.read(MAX_BODY_BYTES), int(answer.status)
     except urllib.error.HTTPError as error:
         with error:
             return error.code, {}
     try:
-        body = json.loads(raw) if raw.strip() else {}
+        said = json.loads(raw) if raw.strip() else {}
     except (ValueError, RecursionError):
-        body = {}
-    return status, body if isinstance(body, dict) else {}
+        said = {}
+    return status, said if isinstance(said, dict) else {}

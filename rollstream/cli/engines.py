@@ -59,14 +59,16 @@ def _origin(named: Sequence[str] | None) -> str:
 
 def _record(view: confirmed.EngineView) -> dict[str, Any]:
     return {"url": view.url, "kind": view.kind, "state": view.state, "states": dict(view.states),
-            "version": view.version, "in_flight": view.in_flight}  # fmt: skip
+            "version": view.version, "in_flight": view.in_flight,
+            "problem": view.problem}  # fmt: skip
 
 
 def _about(view: confirmed.EngineView) -> str:
     version = "no version known" if view.version is None else f"version {view.version}"
     total = view.states.total()
     said = ", ".join(f"{state} for {count} of {total}" for state, count in view.states.items())
-    return plain(f"{view.state}, {version}, {view.in_flight} calls, {view.kind}; {said}")
+    problem = f"; {view.problem}" if view.problem else ""
+    return plain(f"{view.state}, {version}, {view.in_flight} calls, {view.kind}; {said}{problem}")
 
 
 def worker_records(found: Sequence[Confirmation], info: RunInfo) -> list[dict[str, Any]]:

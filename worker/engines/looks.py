@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ LOOKS_BEFORE_DOWN = 3
 """So many looks in a row without an answer put an engine aside: it may just be slow to answer."""
 MODE_TIMEOUT_S = 30.0
 """Of the questions about log-probs: an engine that is busy with others' calls queues them."""
+
+_ACTIONS: dict[str, str] = {
+    Detail.CONNECT: "start it, or correct engine.urls",
+    Detail.REFUSED: "start it as the message says, or correct engine.kind",
+}
+_IDS = re.compile(r"[0-9a-f]{32}|\d+")
 
 Passage: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 """What is at an engine within it counts as a call in flight; raises Withheld where none may be."""
@@ -96,8 +103,8 @@ class Looks:
         if rule.eject_after == 0:
             return
         member.failures_in_row += 1
-        if member.failures_in_row >= rule.eject_after:
-            member.trouble = error.message
+        if member.failures_in_row >= rule.eject_after and member.counters.up:
+            self._say_why(member, error)
             self.eject(member)
 
     def eject(self, member: PoolEngine) -> None:
@@ -205,9 +212,19 @@ class Looks:
         member.looks_failed += 1
         if error.detail == Detail.CONNECT or member.looks_failed >= LOOKS_BEFORE_DOWN:
             self.eject(member)
-        if error.message != member.trouble and not member.counters.up:
-            member.trouble = error.message
-            log.warning("engine_is_down", engine=member.client.url, message=error.message)
+        if not member.counters.up:
+            self._say_why(member, error)
+
+    def _say_why(self, member: PoolEngine, error: EngineFault) -> None:
+        """Keep why an engine is down, and log it where that is another reason than before."""
+        before, member.trouble = member.trouble, error.message
+        if _without_ids(before) != _without_ids(error.message):
+            log.warning(
+                "engine_is_down",
+                engine=member.client.url,
+                message=error.message,
+                action=_ACTIONS.get(error.detail, "see what its own log says"),
+            )
 
     def _follow(self, member: PoolEngine) -> None:
         """Look again soon at one that will change by itself: its calls wait for that."""
@@ -232,3 +249,8 @@ class Looks:
             return self._policy.probe_interval_s
         now = asyncio.get_running_loop().time()
         return member.pause_ended_at + self._policy.request_timeout_s - now
+
+
+def _without_ids(message: str) -> str:
+    """Return what two faults of one kind have in common: no request's id, and no number."""
+    return _IDS.sub("#", message)

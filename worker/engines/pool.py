@@ -157,6 +157,7 @@ class EnginePool:
                 version=max(member.version, UNKNOWN_VERSION),
                 in_flight=member.counters.in_flight,
                 limit=member.limiter.shown,
+                problem=member.problem,
             )
             for member in self._fleet.members
         ]

@@ -23,6 +23,13 @@ from .states import State
 OUTCOMES: tuple[str, ...] = (*(f.value for f in Finish), *(d.value for d in Detail))
 """How a request can end, for metrics: a finish reason, or the detail of its fault."""
 
+MAX_PROBLEM_CHARS = 200
+"""Of what is said of one engine that is of no use; it travels with every beat."""
+RAW_PROBLEM = (
+    "its log-probs are raw, and samples are drawn at a temperature other than 1: start it with "
+    "--logprobs-mode processed_logprobs"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -85,6 +92,14 @@ class PoolCounters:
     """How often an engine was seen to begin a pause."""
     aborted: int = 0
     """Calls that were aborted because all were."""
+
+
+def cut(text: str) -> str:
+    """Return a problem in `MAX_PROBLEM_CHARS`: how it begins, and how it ends (what to do)."""
+    if len(text) <= MAX_PROBLEM_CHARS:
+        return text
+    half = MAX_PROBLEM_CHARS // 2
+    return f"{text[: half - 1]}…{text[-half:]}"
 
 
 class PoolEngine:
@@ -158,10 +173,17 @@ class PoolEngine:
         """Weight version that it is known to serve; unknown is -1."""
         return self.counters.version
 
+    @property
+    def problem(self) -> str:
+        """Why it is of no use, and what to do; empty for one that is, or will be by itself."""
+        if self.state is State.DOWN:
+            return cut(self.trouble.removeprefix(self.client.url).removeprefix(": "))
+        return RAW_PROBLEM if self.state is State.REFUSED else ""
+
     def said(self) -> str:
         """Return how it is, for people."""
-        why = f" ({self.trouble})" if self.state is State.DOWN and self.trouble else ""
-        return f"{self.client.url} is {self.state.value}{why}"
+        problem = self.problem
+        return f"{self.client.url} is {self.state.value}" + (f" ({problem})" if problem else "")
 
     def has_room(self) -> bool:
         """Return whether one more call may go there now."""

@@ -42,3 +42,5 @@ class EngineState:
     """Calls of this worker."""
     limit: int
     """The most calls that this worker has there at once; 0 is no limit."""
+    problem: str = ""
+    """Why it is of no use, and what to do; empty for one that is, or will be by itself."""

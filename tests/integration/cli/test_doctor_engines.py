@@ -68,7 +68,8 @@ async def test_an_engines_weights_are_held_against_the_runs(
     assert {finding.level for finding in findings} <= (
         {"note"} if label == "default" else {"problem"}
     )
-    assert not set(engine.paths()) & {*GENERATIONS, "/health", "/health_generate"}
+    assert engine.requests == []
+    assert not set(engine.paths()) & {"/generate", "/v1/completions", "/health", "/health_generate"}
 
 
 @both
@@ -84,6 +85,25 @@ async def test_a_pause_is_a_finding_while_the_run_is_running_and_none_in_an_upda
         ]
         assert (await asked(engine, kind, replace(info, state="paused")))[1] == []
         assert (await asked(engine, kind, None))[1] == [], "without a run there is nothing to hold"
+
+
+@pytest.mark.parametrize(
+    ("route", "path"), [("generate", GENERATIONS[1]), ("completions", GENERATIONS[2])]
+)
+async def test_a_vllm_that_does_not_serve_the_workers_route_is_a_finding_that_says_what_to_do(
+    info: RunInfo, route: str, path: str
+) -> None:
+    def look() -> tuple[dict[str, str], list[Finding]]:
+        return engine_findings([engine.url], "vllm", timeout_s=5.0, info=info, vllm_route=route)
+
+    async with scripted() as engine:
+        engine.weight_version = "3"
+        assert (await asyncio.to_thread(look))[1] == []
+        assert engine.requests == [], "nothing was sampled"
+        for engine.off, engine.absent in (((path,), ()), ((), (path,))):
+            _, [finding] = await asyncio.to_thread(look)
+            assert f"{path}: status" in finding.what
+            assert "--enable-scale-out" in finding.what
 
 
 async def test_a_vllm_without_its_control_calls_is_there_and_says_no_version(info: RunInfo) -> None:

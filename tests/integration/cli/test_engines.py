@@ -16,7 +16,14 @@ Outcome = tuple[int, str, str]
 Command = Callable[..., Outcome]
 STATES = [
     {"url": "http://a", "kind": "sglang", "state": "up", "version": 4, "in_flight": 3, "limit": 0},
-    {"url": "http://b", "kind": "vllm", "state": "behind\x1b", "version": None, "in_flight": 0},
+    {
+        "url": "http://b",
+        "kind": "vllm",
+        "state": "behind\x1b",
+        "version": None,
+        "in_flight": 0,
+        "problem": "no \x1broute: start it with --enable-scale-out" + "x" * 500,
+    },
 ]
 
 
@@ -56,6 +63,8 @@ def test_engines_shows_what_workers_found_and_who_obeys(run: Backstage, command:
     assert "up, version 4, 6 calls, sglang; up for 2 of 2" in out
     assert "no version known, 0 calls, vllm; behind  for 1 of 1" in out
     assert "\x1b" not in out
+    assert "no  route: start it with --enable-scale-out" in out
+    assert "x" * 200 not in out
     assert "obeys every control word, 3 calls in flight" in out
     seq = info.control_seq
     assert f"heard of {seq - 1} of {seq} control words, 1 calls in flight" in out
@@ -63,6 +72,7 @@ def test_engines_shows_what_workers_found_and_who_obeys(run: Backstage, command:
     shown = json.loads(command("engines", "--json")[1])
     assert (shown["version"], shown["set"]) == (4, None)
     assert [engine["url"] for engine in shown["engines"]] == ["http://a", "http://b"]
+    assert [len(engine["problem"]) for engine in shown["engines"]] == [0, 200]
     assert {w["worker"]: (w["live"], w["obeys"], w["in_flight"]) for w in shown["workers"]} == {
         "obedient": (True, True, 3), "late": (True, False, 1), "mute": (True, False, 0),
     }  # fmt: skip

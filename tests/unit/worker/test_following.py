@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_engines_are_told_as_json_that_others_read() -> None:
     assert json.loads(engines_json([an_engine(1)])) == [
         {
             "url": "http://engine-1", "kind": "sglang", "state": "behind", "version": -1,
-            "in_flight": 3, "limit": 0,
+            "in_flight": 3, "limit": 0, "problem": "",
         }
     ]  # fmt: skip
 
@@ -55,6 +56,15 @@ def test_engines_that_are_too_many_are_left_out_and_never_refused(count: int, si
     text = engines_json([an_engine(number, size) for number in range(count)])
     assert len(text) <= MAX_ENGINES_BYTES
     assert len(json.loads(text)) < count
+
+
+def test_engines_are_told_without_their_problems_before_one_is_left_out() -> None:
+    states = [replace(an_engine(number), problem="p" * 200) for number in range(40)]
+    assert len(json.loads(engines_json(states))[0]["problem"]) == 200
+    states = [replace(an_engine(number), problem="p" * 200) for number in range(100)]
+    told = json.loads(engines_json(states))
+    assert len(told) == 100
+    assert {row["problem"] for row in told} == {""}
 
 
 class Reopened:
