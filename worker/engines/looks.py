@@ -112,7 +112,7 @@ class Looks:
         if not member.counters.up:
             return
         member.counters.up = False
-        member.counters.ejections += 1
+        self._counters.ejections += 1
         member.mode, member.mode_name = None, ""  # it may come back started in another way
         self._refresh()
         if not self.closed:
@@ -175,7 +175,6 @@ class Looks:
         counters.version = self._version_of(look.version)
         if not counters.up:
             counters.up, member.failures_in_row, member.trouble = True, 0, ""
-            counters.returns += member.seen
             member.seen = True
         if was != (counters.up, member.paused, counters.version):
             self._refresh()

@@ -70,8 +70,6 @@ class EngineCounters:
     """The most calls at once; 0 is no limit."""
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     """Requests that ended, by outcome; every outcome exists from the start."""
-    ejections: int = 0
-    returns: int = 0
 
 
 @dataclass(slots=True)
@@ -86,6 +84,8 @@ class PoolCounters:
     """Calls that would have been, had the budget allowed it."""
     stale_connections: int = 0
     """Tries that met a connection which the engine had closed while it was idle; not a fault."""
+    ejections: int = 0
+    """How often an engine was put aside."""
     waits: int = 0
     """Tries that found no engine up."""
     pauses: int = 0

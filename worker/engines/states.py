@@ -24,7 +24,6 @@ class State(StrEnum):
     """It answers, but its log-probs are not of the distribution that is sampled."""
 
 
-ANSWERING: frozenset[State] = frozenset(State) - {State.DOWN}
 ALIVE: frozenset[State] = frozenset({State.UP, State.BEHIND, State.PAUSED})
 """Of these a worker may expect calls to be taken again without anybody's help."""
 

@@ -58,6 +58,8 @@ _POOL_COUNTERS = {
     "engine_retries": "Calls that were tried again",
     "engine_retries_denied": "Calls that were not, because the budget of retries was used up",
     "engine_stale_connections": "Tries that met a connection which its engine had closed",
+    "engine_ejections": "Times that an engine was put aside until it answers",
+    "engine_waits": "Tries of calls that found no engine up",
     "engine_pauses": "Pauses of engines that were seen to begin",
     "aborted_calls": "Calls that were aborted for new weights or at the end of the worker",
 }
@@ -94,6 +96,8 @@ class PoolFigures(Protocol):
     retries: int
     retries_denied: int
     stale_connections: int
+    ejections: int
+    waits: int
     pauses: int
     aborted: int
 
@@ -430,6 +434,8 @@ class Metrics:
             ("engine_retries", pool.retries),
             ("engine_retries_denied", pool.retries_denied),
             ("engine_stale_connections", pool.stale_connections),
+            ("engine_ejections", pool.ejections),
+            ("engine_waits", pool.waits),
             ("engine_pauses", pool.pauses),
             ("aborted_calls", pool.aborted),
         ):

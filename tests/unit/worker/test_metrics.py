@@ -236,13 +236,14 @@ def test_totals_of_the_pool_are_followed() -> None:
     given = metrics()
     totals = {
         "retries": 7, "retries_denied": 2, "stale_connections": 3, "pauses": 4, "aborted": 5,
+        "ejections": 6, "waits": 8,
     }  # fmt: skip
     publish(given, **totals)
     publish(given, **totals)
     text = text_of(given)
     for name, count in {
         "engine_retries": 7, "engine_retries_denied": 2, "engine_stale_connections": 3,
-        "engine_pauses": 4, "aborted_calls": 5,
+        "engine_pauses": 4, "aborted_calls": 5, "engine_ejections": 6, "engine_waits": 8,
     }.items():  # fmt: skip
         assert f"rollout_{name}_total {count}.0" in text
 
