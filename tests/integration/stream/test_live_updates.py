@@ -16,6 +16,7 @@ from rollstream.eval_result import EvalResult
 from rollstream.group import EnvRule
 from rollstream.queue import calls
 from rollstream.queue.keys import SCHEMA
+from rollstream.sample import UNKNOWN_VERSION
 from rollstream.stream import GroupStream
 from rollstream.wire import encode_envs
 from tests.backstage import Backstage, wait_until
@@ -94,10 +95,13 @@ def test_live_workers_obey_updates_and_evaluate_in_between(
     assert last == first_version + GROUPS // BATCH
     assert label_of(sim) == str(last)
     assert len(versions) >= GROUPS * N
-    assert first_version <= min(versions) <= max(versions) <= last
+    # In `keep` an engine may have new weights and no name for them yet: nobody knows whose those
+    # tokens are.
+    may_be = {*range(first_version, last + 1)} | ({UNKNOWN_VERSION} if mode == "keep" else set())
+    assert set(versions) <= may_be
     assert max(versions) > first_version
     assert [len(result.flat()) for result in results] == [6] * len(results)
-    assert all(-1 not in result.versions for result in results)
+    assert all(set(result.versions) <= may_be for result in results)
     figures = stream.metrics()
     assert figures["stream/acked"] == GROUPS
     assert (figures["stream/updates"], figures["stream/updates_failed"]) == (GROUPS // BATCH, 0)
