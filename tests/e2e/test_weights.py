@@ -25,7 +25,7 @@ from tests.e2e.weights.judge import judge
 from tests.e2e.weights.record import EngineCall, Execution, Record, Update
 from tests.e2e.weights.report import BESIDE, FIRST, Report, Row
 from tests.e2e.weights.rows import question_of, write_rows
-from tests.e2e.weights.scenes import Protocol, Scene, full_scenes, quick_scenes
+from tests.e2e.weights.scenes import TOKEN_S, Protocol, Scene, full_scenes, quick_scenes
 from tests.e2e.weights.truth import Truth
 from worker.tito.load import load_renderer
 
@@ -116,6 +116,73 @@ def test_truth_takes_no_token_without_a_version(parts: Parts) -> None:
     count = call.end - call.start
     call.versions = [(-1, call.start, call.end)]
     assert parts.figures(record)[Kind.VERSION] == count
+
+
+def an_update_meets(record: Record, **changes: Any) -> tuple[Any, int]:
+    """Have an update of `keep` go on while an engine has the first call; return it, and its size.
+
+    All of its tokens are recorded as of no version.
+    """
+    call = record.samples()[0].calls[0]
+    held = record.engine_calls[call.rid]
+    assert held.ended_s is not None
+    count = call.end - call.start
+    call.versions = [(0, call.start, call.start), (-1, call.start, call.end)]
+    met: dict[str, Any] = {
+        "asked_s": held.started_s, "done_s": held.started_s + TOKEN_S * count, "hides": True,
+        "mode": "keep",
+    }  # fmt: skip
+    record.updates[0] = dataclasses.replace(record.updates[0], **(met | changes))
+    return held, count
+
+
+def test_truth_excuses_what_was_sampled_between_a_push_and_its_name_and_counts_it(
+    parts: Parts,
+) -> None:
+    record = parts.record()
+    _, count = an_update_meets(record)
+    before = parts.truth.unknown
+    assert parts.figures(record)[Kind.VERSION] == 0
+    assert parts.truth.unknown == before + count
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        # It named the weights, or nothing went on.
+        ({"hides": False}, 1.0),
+        # Its weights are neither those before nor those behind it.
+        ({"version": 2}, 1.0),
+        # The engine had the call at another time.
+        ({"asked_s": 0.0, "done_s": 1.0}, 1.0),
+    ],
+)
+def test_truth_excuses_no_unknown_version_elsewhere(
+    parts: Parts, changes: dict[str, Any], wrong: float
+) -> None:
+    record = parts.record()
+    _, count = an_update_meets(record, **changes)
+    assert parts.figures(record)[Kind.VERSION] == wrong * count
+
+
+def test_truth_excuses_no_more_tokens_than_an_engine_samples_in_so_long(parts: Parts) -> None:
+    record = parts.record()
+    held, count = an_update_meets(record)
+    record.updates[0].done_s = held.started_s + TOKEN_S * 2.5
+    assert parts.figures(record)[Kind.VERSION] == count - 3
+
+
+@pytest.mark.parametrize(("weights_mode", "found"), [("colocated", 1), ("on_policy", 0)])
+def test_judge_counts_calls_of_nobody_where_the_engines_share_the_trainers_gpus(
+    parts: Parts, weights_mode: Any, found: int
+) -> None:
+    record = parts.record()
+    record.scene = dataclasses.replace(record.scene, weights_mode=weights_mode)
+    update = record.updates[0]
+    record.engine_calls["nobody's"] = EngineCall(
+        "nobody's", update.entered_s - 1, update.left_s + 1, 3, "stop"
+    )
+    assert parts.figures(record)[Kind.PAUSE] == found
 
 
 def test_truth_misses_tokens_that_the_engine_answered_and_nobody_kept(parts: Parts) -> None:
@@ -212,7 +279,7 @@ def a_row(**changes: Any) -> Row:
         "updates": Counter(scene.updates), "samples": 100, "executions": 100, "evaluations": 2,
         "stopped": 50, "resumed": 10 if scene.partial else 0, "mixed": 5, "mixed_calls": 5,
         "disturbances": {"abort_all": 3, "restart": scene.restarts}, "bubbles_ms": [50.0] * 100,
-        "kills": scene.kills, "stops": scene.stops, "failed_updates": 1,
+        "kills": scene.kills, "stops": scene.stops, "failed_updates": 1, "unknown_tokens": 9,
     }  # fmt: skip
     return Row(scene, **(good | changes))
 
@@ -251,6 +318,7 @@ def test_report_in_which_nothing_was_resumed_or_something_without_partial_is_no_
         {"stopped": 0},
         {"mixed": 0},
         {"mixed_calls": 0},
+        {"unknown_tokens": 0, "scene": full_scenes(50)[0]},
         {"disturbances": {}},
         {"failed_updates": 0},
         {"bubbles_ms": []},

@@ -6,7 +6,7 @@ proof can see it.
 
 Of a *worker*: the worker's own generate function does it (`rollout`). Of the *record*: what the
 trainer and the observer wrote down is changed before it is judged. Of the *run*: a script of the
-run's in Redis is gone behind.
+run's in Redis is gone behind. Of the *trainer*: its side of an update leaves something out (`run`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollstream.sample import Call, Sample
 from tests.e2e.weights.findings import Kind
 from tests.e2e.weights.record import Dropped, Record
 
-Place = Literal["worker", "record", "run"]
+Place = Literal["worker", "record", "run", "trainer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,7 @@ BREAKS: dict[str, Break] = {
     "rerun": Break("worker", Kind.TOOL),
     "forget": Break("worker", "resumed"),
     "account": Break("run", Kind.ACCOUNT),
+    "late-label": Break("trainer", Kind.VERSION),
 }
 NAMES = tuple(BREAKS)
 

@@ -22,7 +22,7 @@ from tests.e2e.weights.truth import POLICY
 WORKER_READY = '"worker_ready"'
 """What a worker logs once it leases."""
 DRAIN_S = 0.3
-LATENCY_S, TOKEN_S = 0.03, 0.004
+LATENCY_S = 0.03
 """Of the engines: a reply takes a few tenths of a second, so that most updates meet one."""
 
 
@@ -84,7 +84,7 @@ def assemble(
             f"engine-{number}", "tests.e2e.weights.engine", str(notes),
             *("--port", str(ports[number]), "--tokenizer", str(VOCABULARY)),
             *("--answers", f"jsonl:{answers}", "--seed", str(seed + number)),
-            *("--latency-median-s", str(LATENCY_S), "--token-s", str(TOKEN_S)),
+            *("--latency-median-s", str(LATENCY_S), "--token-s", str(scenes.TOKEN_S)),
             "--versioned-log-probs",
             *(("--logprobs-mode", "processed") if scene.protocol is Protocol.VLLM else ()),
             *flags,

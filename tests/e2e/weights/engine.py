@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,12 @@ class _Watched:
 
     @on_close.setter
     def on_close(self, call: Callable[[], None] | None) -> None:
-        self._exchange.on_close = call
+        self._exchange.on_close = None if call is None else partial(self._left, call)
+
+    def _left(self, call: Callable[[], None]) -> None:
+        """Note that a client hung up: what it asked for ends with that, as with real servers."""
+        self._journal.write("end", rid=self._rid, at_s=time.time(), finish="left")
+        call()
 
     def answer(self, status: int, body: bytes, *more: Any, **how: Any) -> None:
         count, finish = reading_of(body) if status == 200 else (None, f"http {status}")

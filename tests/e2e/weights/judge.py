@@ -36,6 +36,12 @@ def judge(record: Record, truth: Truth, question_of: Callable[[int], str],
         for rid, call in record.engine_calls.items()
         if call.num_tokens is not None
     }
+    truth.hidden = [update for update in (*record.updates, *record.failed) if update.hides]
+    truth.flights = {
+        rid: (call.started_s, call.ended_s)
+        for rid, call in record.engine_calls.items()
+        if call.ended_s is not None
+    }
     findings = [*_lost(record), *_twice(record), *_drops(record), *_accounts(record)]
     findings += _pauses(record)
     for batch in record.handed:
@@ -115,8 +121,10 @@ def _pauses(record: Record) -> Iterator[Finding]:
 
     `keep` permits those that were sent before, which an engine may be slow to take in.
     """
-    # Without those of nobody: the questions about log-probs, and what a killed worker left.
-    calls = [call for rid, call in record.engine_calls.items() if rid in record.pid_of]
+    # Without those of nobody: the questions about log-probs, and what a killed worker left. Where
+    # the GPUs are the trainer's, those too.
+    is_shared = record.scene.weights_mode == "colocated"
+    calls = [call for rid, call in record.engine_calls.items() if is_shared or rid in record.pid_of]
     for update in record.updates:
         stops = update.mode == "abort"
         since = update.entered_s + (0.0 if stops else SLOW_S)
@@ -131,9 +139,15 @@ def _pauses(record: Record) -> Iterator[Finding]:
 
 
 def oldest(samples: list[Sample]) -> int | None:
-    """Return the oldest recorded version of any token of some samples."""
-    found = [v for s in samples for c in s.calls for v, a, b in c.versions if b > a and v >= 0]
-    return min(found, default=None)
+    """Return the oldest version of any token of some samples; an unknown one is the dispatch's."""
+    found = [
+        v if v >= 0 else c.dispatched_version
+        for s in samples
+        for c in s.calls
+        for v, a, b in c.versions
+        if b > a
+    ]
+    return min((version for version in found if version >= 0), default=None)
 
 
 def _staleness(record: Record, version: int, group: HandedGroup) -> Iterator[Finding]:
@@ -165,7 +179,7 @@ def expected_mask(sample: Sample, *, only_newest: bool) -> LossMask:
     spans = [span for call in sample.calls for span in call.versions if span[2] > span[1]]
     newest = max((version for version, _, _ in spans), default=-1)
     for version, start, end in spans:
-        if version == newest or not only_newest:
+        if version == newest >= 0 or not only_newest:
             mask[start - sample.prompt_length : end - sample.prompt_length] = 1
     return mask
 

@@ -64,6 +64,11 @@ STILL = {Protocol.SGLANG: "in_place", Protocol.VLLM: "keep"}
 """The mode in which requests in flight live on."""
 
 
-def set_version(url: str, label: str) -> int:
-    """Name an engine's weights, and stop nothing; both protocols have this path."""
-    return post(url, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
+def push(url: str, weights: str, *, named: bool) -> int:
+    """Put weights into a simulated engine, which samples by them from then on; stops nothing.
+
+    Named, they are called by their label from the same moment; else by what the engine was called.
+    """
+    return post(url, "/sim/weights", {"weights": weights} | (
+        {"weight_version": weights} if named else {}
+    ))  # fmt: skip

@@ -47,6 +47,9 @@ class Update:
     """The body ended."""
     done_s: float
     """Behind the `with`."""
+    hides: bool = False
+    """Calls went on, and the push named nothing: what was sampled in between is of nobody knows
+    which weights."""
 
 
 @dataclass(slots=True)
@@ -135,7 +138,7 @@ class Record:
     """Processes that the stage killed → when, on the wall clock."""
     stopped: int = 0
     """Workers that were asked to end, and started again."""
-    failed_updates: int = 0
+    failed: list[Update] = field(default_factory=list)
     """Updates whose body raised."""
     stood_still: list[tuple[float, float]] = field(default_factory=list)
     """From when to when somebody else had an engine paused, on the wall clock."""

@@ -6,16 +6,19 @@ every process that it started is ended.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from examples.demo.children import Child, ChildFailed, stop_all
 from examples.devserver import DevServer
+from rollstream.naming import Naming
 from tests.e2e.weights import posts
 from tests.e2e.weights import trainer as trainer_module
 from tests.e2e.weights.breaks import BREAKS
@@ -55,9 +58,9 @@ def prove(options: Options, folder: Path, report: Report, say: Say) -> list[Find
             place.mkdir()
             stage = Stage(scene, place, server.url, 1000 * options.seed + number, options.damage)
             record = stage.play()
-            found, tokens = stage.judge(record)
+            found, truth = stage.judge(record)
             findings += found
-            report.rows.append(Row.of(record, found, tokens))
+            report.rows.append(Row.of(record, found, truth.checked, truth.unknown))
             say(f"{scene.name}: {report.rows[-1].to_dict()}")
             if not found and not options.keep:
                 shutil.rmtree(place, ignore_errors=True)
@@ -91,7 +94,7 @@ class Stage:
         record = Record(self.scene, self.seed)
         try:
             self._open(cast)
-            with Watch(self.redis_url, record) as watch:
+            with Watch(self.redis_url, record) as watch, late_labels(self.damage):
                 self._train(cast, record)
                 if broken is not None and broken.place == "run":
                     watch.queue.client.hincrby(f"{watch.queue.prefix}c", "enqueued", 1)
@@ -106,19 +109,22 @@ class Stage:
         record.seconds = time.monotonic() - started
         return record
 
-    def judge(self, record: Record) -> tuple[list[Finding], int]:
-        """Return what is wrong with it, and how many tokens were computed again."""
+    def judge(self, record: Record) -> tuple[list[Finding], Truth]:
+        """Return what is wrong with it, and what counted the tokens that were computed again."""
         answers = f"jsonl:{self._sources[1]}"
         newest = max((update.version for update in record.updates), default=0)
         truth = Truth.load(_vocabulary(), answers, self.seed, self.scene.label_of, newest)
         found = judge(record, truth, question_of, truth.policy.vocabulary.decode)
-        return found, truth.checked
+        return found, truth
 
     def _open(self, cast: Cast) -> None:
         for child in (*cast.engines, cast.producer, *cast.workers):
             child.start()
-        for child in cast.engines:
+        for child, url in zip(cast.engines, cast.urls, strict=True):
             child.wait_ready(READY_S)
+            # From here on a label is a name only.
+            if posts.push(url, self.scene.label_of(0), named=False) != 200:
+                raise child.failure()
         limit = time.monotonic() + READY_S
         for worker in cast.workers:
             while WORKER_READY not in worker.log.read_text():
@@ -180,6 +186,16 @@ class Stage:
             # The latter was still starting, or is an engine that has nothing to clean up.
             if child.exit_code not in (0, -15):
                 record.findings.append(f"{child.name} ended with {child.exit_code}")
+
+
+@contextlib.contextmanager
+def late_labels(damage: str | None) -> Iterator[None]:
+    """Name weights only when an update ends, where that is the damage."""
+    if damage != "late-label":
+        yield
+        return
+    with mock.patch.object(Naming, "hide", return_value=None):
+        yield
 
 
 class Supervised:

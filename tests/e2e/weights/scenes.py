@@ -19,6 +19,8 @@ CAPACITY = 24
 LEASE_S = 3.0
 MAX_NEW_TOKENS, MAX_RESPONSE, MAX_CONTEXT = 80, 400, 4096
 MAX_TURNS = 4
+TOKEN_S = 0.004
+"""An engine samples no token faster."""
 STALL_S = 60.0
 UPDATES_A_MODE = 50
 """What the full proof makes at least, in each mode."""
@@ -112,7 +114,7 @@ def full_scenes(updates: int) -> list[Scene]:
         Scene("on-policy", Protocol.SGLANG, True, few, weights_mode="on_policy",
               on_stale="requeue", labels=True),
         Scene("colocated", Protocol.VLLM, False, few, weights_mode="colocated",
-              on_stale="requeue", evaluations=1, submission="group"),
+              on_stale="requeue", evaluations=1, submission="group", kills=1),
     ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ LONG_EVERY = 6
 EVALUATION_S = 40.0
 EVALUATED_PROMPTS = 3
 OWN_POST_EVERY = 2
-"""Of the updates, one in so many names the engines' weights itself, within its body."""
+"""Of the updates, one in so many names the engines' weights by the push itself."""
 FAILING = 1
 """Behind so many updates one fails."""
 STILL_EVERY = 4
@@ -106,20 +106,29 @@ class Trainer:
         ) as update:
             entered_s = time.time()
             self._push(
-                update.engines, label if own else None, still=version % STILL_EVERY == 0,
+                update.engines, label, named=own, still=version % STILL_EVERY == 0,
                 is_long=version % LONG_EVERY == 2,
             )  # fmt: skip
             left_s = time.time()
         done_s = time.time()
-        self.record.updates.append(Update(version, mode, asked_s, entered_s, left_s, done_s))
+        self.record.updates.append(
+            Update(version, mode, asked_s, entered_s, left_s, done_s,
+                   hides=mode == "keep" and not own)
+        )  # fmt: skip
         if acks_inside:
             self._note_ack(batch)
 
     def _fail(self, stream: GroupStream, version: int, label: str | None) -> None:
         """Begin an update whose push breaks: the run goes on with the weights that it had."""
-        with contextlib.suppress(_PushBroke), stream.updating_weights(version, label=label):
+        asked_s = entered_s = time.time()
+        with contextlib.suppress(_PushBroke), stream.updating_weights(version, label=label) as one:
+            entered_s = time.time()
+            time.sleep(PUSH_S)
             raise _PushBroke
-        self.record.failed_updates += 1
+        done_s = time.time()
+        self.record.failed.append(
+            Update(version, one.mode, asked_s, entered_s, done_s, done_s, hides=one.mode == "keep")
+        )
         if stream.version != version - 1:
             self.record.findings.append(f"a failed update left version {stream.version}")
 
@@ -132,15 +141,15 @@ class Trainer:
             stream.set_engines(None)
 
     def _push(
-        self, engines: Sequence[str], label: str | None, *, still: bool, is_long: bool
+        self, engines: Sequence[str], label: str, *, named: bool, still: bool, is_long: bool
     ) -> None:
-        """Give the engines new weights, as far as simulated ones have any."""
+        """Give the engines new weights: what samples from then on."""
         protocol = self.record.scene.protocol
         for url in engines:
             if still:
                 posts.pause(protocol, url, posts.STILL[protocol])
-            if label is not None and posts.set_version(url, label) != 200:
-                self.record.findings.append(f"an engine took no version {label}")
+            if posts.push(url, label, named=named) != 200:
+                self.record.findings.append(f"an engine took no weights {label}")
         time.sleep(LONG_PUSH_S if is_long else PUSH_S)
         for url in engines if still else ():
             posts.go_on(protocol, url)

@@ -403,7 +403,10 @@ async def test_label_is_the_weights_until_they_are_set_and_a_restart_has_those_o
         assert await sampling() == "6"
         await sim.post("/update_weight_version", {"new_version": "9"})
         assert await sampling() == "6"
-        for wrong in ({}, {"weights": 7}):
+        await sim.post("/sim/weights", {"weights": "8", "weight_version": "9"})
+        assert await sampling() == "8"
+        assert (await sim.get("/sim"))["weight_version"] == "9"
+        for wrong in ({}, {"weights": 7}, {"weights": "7", "weight_version": 7}):
             assert (await sim.post("/sim/weights", wrong)).status_code == 400
 
 

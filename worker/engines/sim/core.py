@@ -373,14 +373,21 @@ class SimCore:
                     flight.weight_changes.append((self.weights, num))
         self.weight_version = label
 
-    def set_weights(self, weights: str) -> None:
-        """Sample under other weights from here on, whatever the label says, then and later."""
+    def set_weights(self, weights: str, label: str | None = None) -> None:
+        """Sample under other weights from here on, whatever the label says, then and later.
+
+        Args:
+            weights: what samples.
+            label: what they are called from the same moment on; None leaves the label.
+        """
         self.counts["weight_updates"] += 1
         for flight in self.flights.values():
             num = self._said(flight)
             if num > 0:
                 flight.weight_changes.append((self.weights, num))
         self._weights = weights
+        if label is not None:
+            self.set_version(label)
 
     def pause_for(self, seconds: float) -> None:
         """Sample nothing for a while, as if somebody paused; a pause that is on stays as it is."""

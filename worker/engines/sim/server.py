@@ -190,11 +190,15 @@ class SimEngine:
         exchange.answer(200, b"{}")
 
     def _set_weights(self, exchange: Exchange) -> None:
-        """Put other weights in, and name nothing: what a trainer's push does to a real server."""
-        weights = json_object(exchange.body).get("weights")
-        if not isinstance(weights, str):
-            raise Refused('expected {"weights": label}')
-        self.core.set_weights(weights)
+        """Put other weights in, and name nothing: what a trainer's push does to a real server.
+
+        With `weight_version` they are named by it, as SGLang's calls that push weights can.
+        """
+        body = json_object(exchange.body)
+        weights, label = body.get("weights"), body.get("weight_version")
+        if not isinstance(weights, str) or not isinstance(label, str | None):
+            raise Refused('expected {"weights": label, "weight_version": label or none}')
+        self.core.set_weights(weights, label)
         exchange.answer(200, b"{}")
 
 
