@@ -21,7 +21,6 @@ from rollstream.sample import UNKNOWN_VERSION
 from .background import Background
 from .client import EngineClient
 from .discovery import Ask, NoAnswer, check_spec, engines_of, is_moving, unique
-from .faults import Detail, fault
 from .logprob_mode import Mode, raw_text
 from .looks import LOOKS_BEFORE_DOWN, FirstQuestions, Looks
 from .pooled import PoolCounters, PoolEngine, RetryPolicy
@@ -280,40 +279,6 @@ class Fleet:
     def said(self) -> str:
         """Return how every engine is, for people."""
         return ", ".join(member.said() for member in self.members) or "no address has named any"
-
-    def saw_version(self, member: PoolEngine, version: int, sent: int) -> None:
-        """Take the newest version of a reply: a newer one is known at once, only a look lowers it.
-
-        A call may end with older weights than its engine has by now. With older ones than the
-        engine had when the call was sent, the engine began anew.
-
-        Args:
-            member: who replied.
-            version: the newest in the reply.
-            sent: the run's version when the call was sent.
-        """
-        known = member.version
-        if version > max(known, UNKNOWN_VERSION):
-            member.counters.version = version
-            self.refresh()
-        elif 0 <= version < sent <= known:
-            self.looks.soon(member)
-
-    def check_named(
-        self, member: PoolEngine, versions: Sequence[tuple[int, int, int]], sent: int
-    ) -> None:
-        """Refuse (`bad_reply`) a reply of weights that nobody named, where replies name theirs.
-
-        The engine began anew: such tokens would be recorded as of the version at dispatch.
-        """
-        if all(version != UNKNOWN_VERSION for version, _, _ in versions):
-            # `default` names version 0 of a fleet in which nobody may ever name another.
-            member.names_replies |= any(version > 0 for version, _, _ in versions)
-        elif self._policy.require_version and sent > 0 and member.names_replies:
-            member.label, member.counters.version = None, UNKNOWN_VERSION
-            self.refresh()
-            self.looks.soon(member)
-            raise fault(Detail.BAD_REPLY, f"{member.client.url}: weights that nobody named")
 
     # --- begin and end ---------------------------------------------------------------------------
     def start(self) -> None:

@@ -1,10 +1,9 @@
-"""Looks at the engines of a pool: when each is asked how it is, and what its answers change.
+"""What is known of the engines of a pool: when each is asked how it is, and what answers change.
 
-Owns the looks under way, their intervals, the first questions about log-probs, and the faults in a
-row that put an engine aside. Never decides
-which engines there are, and never sends a call. Invariants: an engine is looked at once at a time;
-what an answer says is written into its record in one step, behind which states are worked out
-anew.
+Owns the looks under way, their intervals, the first questions about log-probs, what replies say of
+their engine, and the faults in a row that put one aside. Never decides which engines there are, and
+never sends a call. Invariants: an engine is looked at once at a time; what an answer says is
+written into its record in one step, behind which states are worked out anew.
 
 A look asks what an engine serves and whether it is paused, and never loads it (`client.look`). All
 engines are looked at every `probe_interval_s`, and at once when something says that they changed.
@@ -23,10 +22,11 @@ from typing import TypeAlias
 import structlog
 
 from rollstream.errors import EngineFault, Withheld
+from rollstream.sample import UNKNOWN_VERSION
 
 from .background import Background
 from .client import Look
-from .faults import Detail, rule_of
+from .faults import Detail, fault, rule_of
 from .logprob_mode import Mode, find_mode, raw_text
 from .pooled import PoolCounters, PoolEngine, RetryPolicy
 from .states import State
@@ -96,6 +96,40 @@ class Looks:
         self.passage: Passage = contextlib.nullcontext
         self._questions, self._policy, self._background = questions, policy, background
         self._counters, self._version_of, self._refresh = counters, version_of, refresh
+
+    def saw_version(self, member: PoolEngine, version: int, sent: int) -> None:
+        """Take the newest version of a reply: a newer one is known at once, only a look lowers it.
+
+        A call may end with older weights than its engine has by now. With older ones than the
+        engine had when the call was sent, the engine began anew.
+
+        Args:
+            member: who replied.
+            version: the newest in the reply.
+            sent: the run's version when the call was sent.
+        """
+        known = member.version
+        if version > max(known, UNKNOWN_VERSION):
+            member.counters.version = version
+            self._refresh()
+        elif 0 <= version < sent <= known:
+            self.soon(member)
+
+    def check_named(
+        self, member: PoolEngine, versions: Sequence[tuple[int, int, int]], sent: int
+    ) -> None:
+        """Refuse (`bad_reply`) a reply of weights that nobody named, where replies name theirs.
+
+        The engine began anew: such tokens would be recorded as of the version at dispatch.
+        """
+        if all(version != UNKNOWN_VERSION for version, _, _ in versions):
+            # `default` names version 0 of a fleet in which nobody may ever name another.
+            member.names_replies |= any(version > 0 for version, _, _ in versions)
+        elif self._policy.require_version and sent > 0 and member.names_replies:
+            member.label, member.counters.version = None, UNKNOWN_VERSION
+            self._refresh()
+            self.soon(member)
+            raise fault(Detail.BAD_REPLY, f"{member.client.url}: weights that nobody named")
 
     def failed(self, member: PoolEngine, error: EngineFault) -> None:
         """Count a fault against an engine; enough in a row put it aside."""

@@ -253,7 +253,7 @@ class EnginePool:
                     version=sent,
                     salt=sent if salt is None else salt,
                 )
-                self._fleet.check_named(member, completion.versions, sent)
+                self._fleet.looks.check_named(member, completion.versions, sent)
             except EngineFault as error:
                 await self._after(error, member, call)
             else:
@@ -318,7 +318,7 @@ class EnginePool:
         if member.mode_name:
             completion.logprob_mode = member.mode_name
         if completion.versions and completion.versions[-1][0] != counters.version:
-            self._fleet.saw_version(member, completion.versions[-1][0], sent)
+            self._fleet.looks.saw_version(member, completion.versions[-1][0], sent)
 
     async def _after(self, error: EngineFault, member: PoolEngine, call: PoolCall) -> None:
         """Return when the call may be tried again: after a fault that says nothing, or after all.
