@@ -199,14 +199,19 @@ def _bytes_of(step: Step) -> Any:
         finish=finish,
         cached_tokens=step.cached,
         weight_version=str(step.version),
+        weight_versions=_spans_of(step),
         spec_num_correct_drafts=step.accepted,
         spec_num_proposed_drafts=step.drafted,
         spec_verify_ct=step.verified,
     )
 
 
+def _spans_of(step: Says) -> list[dict[str, Any]]:
+    return [{"version": str(step.version), "start": 0, "end": len(step.ids)}]
+
+
 def _vllm_bytes_of(step: Says) -> bytes:
-    spans = [{"version": str(step.version), "start": 0, "end": len(step.ids)}]
+    spans = _spans_of(step)
     # An end id of the model's own has no stop reason there.
     reason = step.matched if step.matched != (step.ids or [None])[-1] else None
     return a_vllm_reply(

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 import msgspec
 import numpy as np
 
-from rollstream.sample import LogProbs, TokenIds
+from rollstream.sample import UNKNOWN_VERSION, LogProbs, TokenIds
 
 from .faults import MESSAGE_CHARS, Detail, fault
 from .versions import VersionMap
@@ -120,8 +120,12 @@ def version_spans(
 ) -> list[tuple[int, int, int]]:
     """Return which weight version sampled which tokens, covering all of them.
 
+    A label alone is that of the weights at the end. Where they are newer than those at dispatch
+    nobody knows from which token on: all count as those at dispatch, and an empty span behind them
+    names the newer ones. Where they are older, all tokens are of those at most.
+
     Args:
-        spans: as the reply has them; without any, one version covers the reply.
+        spans: as the reply has them.
         label: of the newest weights, for a reply without spans.
         num_tokens: C.
         dispatched: the weight version current at dispatch.
@@ -131,7 +135,10 @@ def version_spans(
     if num_tokens == 0:
         return []
     if not spans:
-        return [(versions.of(label, dispatched), 0, num_tokens)]
+        newest = versions.of(label, dispatched)
+        if newest > dispatched != UNKNOWN_VERSION:
+            return [(dispatched, 0, num_tokens), (newest, num_tokens, num_tokens)]
+        return [(newest, 0, num_tokens)]
     read: list[tuple[int, int, int]] = []
     behind = 0
     for span in spans:

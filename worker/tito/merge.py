@@ -364,8 +364,11 @@ def _add_optional(sample: Sample, offset: int, kept: Sequence[Kept]) -> None:
 def _call_of(one: Kept) -> Call:
     turn, start, size = one.turn, one.start, one.size
     end = start + size
+    # An empty span names weights that came in at nobody knows which token: it outlasts a cut.
     versions = [
-        (version, start + a, min(start + b, end)) for version, a, b in turn.versions if a <= size
+        (version, min(start + a, end), min(start + b, end))
+        for version, a, b in turn.versions
+        if a <= size or a == b
     ]
     return Call(
         rid=turn.rid,

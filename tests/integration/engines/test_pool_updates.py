@@ -42,7 +42,7 @@ async def test_tokens_that_an_update_made_unknown_are_kept_and_recorded_as_unkno
 
 
 async def test_reply_of_an_engine_that_began_anew_is_refused_through_an_update_too() -> None:
-    known, fine = a_reply(weight_version="5"), a_reply(IDS, weight_version="6")
+    known, fine = a_reply(weight_version="5"), a_reply(IDS, weight_versions=spans(("6", 0, 3)))
     anew = a_reply(IDS, weight_versions=spans(("default", 0, 1), ("5~6", 1, 2), ("6", 2, 3)))
     async with scripted(known, anew, fine) as engine:
         engine.weight_version = "5"

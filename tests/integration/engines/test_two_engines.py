@@ -13,8 +13,10 @@ from worker.engines.sim.http import Exchange
 from worker.generate.multi_turn import multi_turn
 from worker.tools.function import FunctionTool
 
-FIRST = a_reply(A1, finish={"type": "stop", "matched": CLOSE}, weight_version="3")
-SECOND = a_reply(A2, finish={"type": "stop", "matched": CLOSE}, weight_version="4")
+V3 = {"version": "3", "start": 0, "end": len(A1)}
+V4 = {"version": "4", "start": 0, "end": len(A2)}
+FIRST = a_reply(A1, finish={"type": "stop", "matched": CLOSE}, weight_versions=[V3])
+SECOND = a_reply(A2, finish={"type": "stop", "matched": CLOSE}, weight_versions=[V4])
 DEAD = a_reply([31, 31, 31, 2], finish={"type": "stop", "matched": CLOSE}, weight_version="3")
 
 

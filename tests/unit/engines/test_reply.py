@@ -22,7 +22,9 @@ MAX_ID = 151668
 DOCS = Path(__file__).parents[3] / "docs" / "engines.md"
 
 
-def read(raw: bytes, *, status: int = 200, num_prompt: int = 7, version: int = 0) -> Completion:
+def read(
+    raw: bytes, *, status: int = 200, num_prompt: int = 7, version: int = 0, **options: Any
+) -> Completion:
     return read_reply(
         status,
         raw,
@@ -31,6 +33,7 @@ def read(raw: bytes, *, status: int = 200, num_prompt: int = 7, version: int = 0
         num_prompt=num_prompt,
         version=version,
         max_token_id=MAX_ID,
+        **options,
     )
 
 
@@ -49,7 +52,7 @@ def test_reply_gives_arrays_json_and_provenance_of_what_was_sampled() -> None:
     assert got.log_probs.tolist() == [0.0, -0.0078125, -0.015625, -0.0234375, -0.03125]
     assert got.json == b"59,79075,90,23,92"
     assert (got.finish, got.matched, got.engine, got.rid) == (Finish.STOP, 92, "http://e", "f" * 32)
-    assert got.versions == [(12, 0, 5)]
+    assert got.versions == [(0, 0, 5), (12, 5, 5)]
     assert (got.cache.cached_tokens, got.cache.total_prompt_tokens) == (3, 7)
 
 
@@ -170,8 +173,8 @@ def test_reply_without_output_ids_takes_them_from_the_log_probs() -> None:
 @pytest.mark.parametrize(
     ("label", "dispatched", "version"),
     [
-        ("7", 0, 7),
-        (7, 3, 7),
+        ("7", 7, 7),
+        (7, UNKNOWN_VERSION, 7),
         (None, 3, UNKNOWN_VERSION),
         ("default", 0, 0),
         ("default", 3, UNKNOWN_VERSION),
@@ -179,10 +182,10 @@ def test_reply_without_output_ids_takes_them_from_the_log_probs() -> None:
         ("v1.0", 1, UNKNOWN_VERSION),
         (-3, 1, UNKNOWN_VERSION),
         ("²", 1, UNKNOWN_VERSION),
-        ("9" * 18, 1, 10**18 - 1),
+        ("9" * 18, 10**18 - 1, 10**18 - 1),
         ("9" * 19, 1, UNKNOWN_VERSION),
         ("9" * 5000, 1, UNKNOWN_VERSION),
-        (10**18 - 1, 1, 10**18 - 1),
+        (10**18 - 1, 10**18 - 1, 10**18 - 1),
         (10**18, 1, UNKNOWN_VERSION),
         ("", 1, UNKNOWN_VERSION),
     ],
@@ -194,6 +197,25 @@ def test_version_label_counts_as_a_number_or_is_unknown(
     assert read(a_reply(weight_version=label), version=dispatched).versions == [(version, 0, 5)]
 
 
+@pytest.mark.parametrize(
+    ("label", "dispatched", "spans"),
+    [
+        ("7", 3, [(3, 0, 5), (7, 5, 5)]),
+        (7, 0, [(0, 0, 5), (7, 5, 5)]),
+        ("step-9", 8, [(8, 0, 5), (9, 5, 5)]),
+        ("step-9", 9, [(9, 0, 5)]),
+        ("3", 7, [(3, 0, 5)]),
+    ],
+)
+def test_label_without_spans_is_the_newest_and_claims_no_token_for_newer_weights_than_at_dispatch(
+    label: Any, dispatched: int, spans: list[tuple[int, int, int]]
+) -> None:
+    versions = VersionMap()
+    versions.set({"step-9": 9})
+    raw = a_reply(weight_version=label)
+    assert read(raw, version=dispatched, versions=versions).versions == spans
+
+
 def test_reply_without_any_version_is_kept_under_the_unknown_marker() -> None:
     assert read(a_reply(drop=["weight_version"])).versions == [(UNKNOWN_VERSION, 0, 5)]
 
@@ -201,6 +223,15 @@ def test_reply_without_any_version_is_kept_under_the_unknown_marker() -> None:
 def test_reply_version_spans_are_kept_as_the_engine_reports_them() -> None:
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": 4, "start": 2, "end": 5}]
     assert read(a_reply(weight_versions=spans)).versions == [(3, 0, 2), (4, 2, 5)]
+
+
+def test_reply_span_of_an_unknown_label_stays_unknown_between_known_ones() -> None:
+    spans = [
+        {"version": version, "start": at, "end": at + size}
+        for version, at, size in (("3", 0, 1), ("v1.0", 1, 2), (None, 3, 1), (4, 4, 1))
+    ]
+    found = read(a_reply(weight_versions=spans), version=3).versions
+    assert found == [(3, 0, 1), (UNKNOWN_VERSION, 1, 3), (UNKNOWN_VERSION, 3, 4), (4, 4, 5)]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollstream.arrays import Row, stack
+from rollstream.group import PromptGroup
 from rollstream.sample import UNKNOWN_VERSION, PrefixCacheInfo, Sample, SpecInfo
+from rollstream.wire import decode_body, encode_body
 from tests.toy import a_completion
-from worker.tito.merge import TurnRecord, merge_turns
+from worker.tito.masks import mask_off_policy, on_policy_mask
+from worker.tito.merge import Kept, TurnRecord, _call_of, merge_turns
 from worker.types import Finish, Replay
 
 OLD = {"spec_accept_token_num": 10, "spec_draft_token_num": 15, "spec_verify_ct": 3}
@@ -111,3 +115,43 @@ def test_a_record_of_a_completion_has_its_provenance(
         min(v for v, _, _ in versions if v >= 0),
         max(v for v, _, _ in versions),
     )
+
+
+U = UNKNOWN_VERSION
+
+
+@pytest.mark.parametrize(
+    ("spans", "size", "kept"),
+    [
+        ([(5, 0, 4), (6, 4, 4)], 3, [(5, 1, 4), (6, 4, 4)]),
+        ([(5, 0, 4), (6, 4, 4)], 4, [(5, 1, 5), (6, 5, 5)]),
+        ([(5, 0, 2), (U, 2, 3), (6, 3, 4)], 3, [(5, 1, 3), (U, 3, 4), (6, 4, 4)]),
+    ],
+)
+def test_newer_weights_that_came_in_at_nobody_knows_which_token_outlast_a_cut(
+    spans: list[tuple[int, int, int]], size: int, kept: list[tuple[int, int, int]]
+) -> None:
+    turn = TurnRecord.from_dict(
+        {"prompt_ids": [9], "output_ids": [1, 2, 3, 4], "log_probs": [-0.5] * 4, "versions": spans}
+    )
+    assert _call_of(Kept(turn, place=0, start=1, size=size)).versions == kept
+
+
+def test_unknown_spans_between_known_ones_are_no_age_and_not_the_newest_on_either_side() -> None:
+    spans = [(5, 0, 1), (U, 1, 2), (6, 2, 3)]
+    completion = a_completion([1, 2, 3], versions=spans)
+    record = TurnRecord.of([9], completion, dispatched_version=5, current_version=7)
+    assert record.versions == spans
+    merged = merge_turns([record]).sample
+    assert merged is not None
+    back = decode_body(encode_body(merged), PromptGroup(0, 1, []))
+    assert isinstance(back, Sample)
+    for sample in (merged, back):
+        assert sample.calls[0].versions == [(5, 1, 2), (U, 2, 3), (6, 3, 4)]
+        assert (sample.weight_versions, sample.version_range()) == ([6], (5, 6))
+        assert on_policy_mask(sample, 5).tolist() == [1, 0, 1], "an unknown one counts as old"
+        arrays = stack([Row(sample, sample.sampled_mask(), 0.0, 3)], 0)
+        assert (arrays["min_version"].tolist(), arrays["max_version"].tolist()) == ([5], [6])
+    mask_off_policy([back])
+    assert back.loss_mask is not None
+    assert back.loss_mask.tolist() == [0, 0, 1]
