@@ -298,7 +298,9 @@ class GroupStream:
 
         The block begins once every live worker obeys. At its end the engines are told the version
         (`/update_weight_version`), the run gets it, and goes on. A block that raises leaves the
-        run with the version that it had, and going on.
+        run with the version that it had, and going on. Where calls go on meanwhile, engines have a
+        label that means no version until then: tokens that nobody can know the weights of are
+        recorded as such.
 
         Args:
             version: what the engines will serve; the run's own version again gives them the same
@@ -312,10 +314,12 @@ class GroupStream:
             deadline_s: after so long the pause ends whatever becomes of this process.
             confirm_s: how long workers may take to obey.
             ack: batches to ack at the end, before anything new is sampled.
-            post: tell the engines the version; False where your push does.
+            post: tell the engines the version; False where your push names the weights itself, by
+                the call that changes them.
 
         Raises:
-            ValueError: the version is lower than the one before; no such mode; a bad time.
+            ValueError: the version is lower than the one before; no such mode; a bad time;
+                `wait_idle=False` with `abort`.
             PauseNotConfirmed: a live worker did not obey in time; the run goes on as before.
             RuntimeError: another update of this stream is under way.
             RunFailed: the run was ended.

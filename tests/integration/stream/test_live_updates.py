@@ -59,10 +59,18 @@ def label_of(sim: Sim) -> str:
         return str(json.loads(reply.read())["weight_version"])
 
 
-def train(stream: GroupStream, run: Backstage, versions: list[int], mode: Any) -> None:
+def in_flight(sim: Sim) -> int:
+    """Return how many calls the engine has, whoever asked for them."""
+    with urllib.request.urlopen(f"{sim.url}/sim", timeout=10) as reply:
+        return int(json.loads(reply.read())["in_flight"])
+
+
+def train(
+    stream: GroupStream, run: Backstage, sim: Sim, versions: list[int], busy: list[int], mode: Any
+) -> None:
     for batch in stream.batches(groups=BATCH, timeout_s=60):
         with stream.updating_weights(stream.version + 1, mode, ack=batch):
-            pass
+            busy.append(in_flight(sim))
         if batch.number == 1:
             # What was leased before may all have ended under the weights before.
             run.enqueue(*range(GROUPS // 2, GROUPS), n=N)
@@ -82,9 +90,10 @@ def test_live_workers_obey_updates_and_evaluate_in_between(
     stream.set_weight_version(first_version)
     run.enqueue(*range(GROUPS // 2), n=N)
     versions: list[int] = []
+    busy: list[int] = []
     with workers(tmp_path, 1 if mode == "abort" else 2, options):
         assert stream.engines() == [sim.url]
-        training = threading.Thread(target=train, args=(stream, run, versions, mode))
+        training = threading.Thread(target=train, args=(stream, run, sim, versions, busy, mode))
         training.start()
         results: list[EvalResult] = []
         while training.is_alive() and len(results) < 3:
@@ -102,6 +111,8 @@ def test_live_workers_obey_updates_and_evaluate_in_between(
     assert max(versions) > first_version
     assert [len(result.flat()) for result in results] == [6] * len(results)
     assert all(set(result.versions) <= may_be for result in results)
+    if mode == "abort":
+        assert busy == [0] * (GROUPS // BATCH)
     figures = stream.metrics()
     assert figures["stream/acked"] == GROUPS
     assert (figures["stream/updates"], figures["stream/updates_failed"]) == (GROUPS // BATCH, 0)
@@ -112,21 +123,27 @@ def test_live_workers_obey_updates_and_evaluate_in_between(
 def test_a_worker_that_is_killed_or_frozen_while_an_update_waits_delays_it_by_a_lease_at_most(
     run: Backstage, connect: Connect, sim: Sim, options: dict[str, str], tmp_path: Path
 ) -> None:
+    run.budgets["weights_mode"] = "colocated"
+    run.open()
     stream = connect()
     run.enqueue(*range(8), n=N)
     with workers(tmp_path, 3, options) as (first, second, third):
         wait_until(lambda: len(run.queue.confirmations()) >= 3)
         for victim, act in ((first, "kill"), (second, "freeze")):
-            alive = update_while(stream, run, victim, act)
+            alive = update_while(stream, run, sim, victim, act)
             assert len(alive) <= 2
         assert third.process.poll() is None
     assert run.queue.call(calls.audit(deep=True)).problems == []
 
 
-def update_while(stream: GroupStream, run: Backstage, victim: WorkerProcess, act: str) -> list[str]:
+def update_while(
+    stream: GroupStream, run: Backstage, sim: Sim, victim: WorkerProcess, act: str
+) -> list[str]:
     victim.process.send_signal(signal.SIGKILL if act == "kill" else signal.SIGSTOP)
     with stream.updating_weights(stream.version + 1, "abort", post=False) as update:
         info = run.queue.info()
         assert info is not None
         assert info.state == "paused"
+        # Where the engines share the trainer's GPUs, none has a call of a worker that is gone.
+        assert in_flight(sim) == 0
     return update.workers
