@@ -1,12 +1,14 @@
 """The bubble of a weight update: what it costs beyond the time inside the `with` body.
 
     python -m benchmarks.updates [--json] [--workers 4] [--in-flight 128] [--updates 20]
-                                 [--mode keep|abort] [--partial] [--engines 2] [--limit-s 60]
+                                 [--mode keep|abort] [--partial] [--engines 2] [--call-s 5]
+                                 [--limit-s 60]
 
 Valkey, a producer, the workers (`python -m worker`) and the simulated engines are processes of
 their own; this one is the trainer and does `with stream.updating_weights(…): pass` again and again.
-Calls take five seconds or so, so every slot is in one when an update comes. All clocks are the
-machine's monotonic one. Of an update, in milliseconds:
+Calls take `--call-s` or so, so every slot is in one when an update comes; 16 workers on two cores
+want 30, or calls alone are more than the cores can do. All clocks are the machine's monotonic one.
+Of an update, in milliseconds:
 
 * `enter_ms`: from the call of `updating_weights` to the body: control word, confirmation by every
   worker, and with `abort` the end of every call at its engine.
@@ -62,9 +64,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = "bench"
 GROUP = 8
 ROWS = 500
-TOKEN_S, LATENCY_S = 0.2, 2.0
-"""Of the engines: few and slow tokens, so that what a reply costs *them* is small beside the rest;
-latencies that spread, so that calls do not end in waves."""
+TOKEN_SHARE, LATENCY_SHARE = 0.04, 0.4
+"""Of `--call-s`, what a token and the time before the first take: few and slow tokens, so that what
+a reply costs the *engines* is small beside the rest."""
+LATENCY_SIGMA = 0.8
+"""So that calls do not end in waves."""
 REFILLED = 0.95
 START_S = 60.0
 SETTLE_S = 10.0
@@ -206,8 +210,9 @@ class Cast:
         self.engines = [
             child(
                 f"engine-{number}", "benchmarks.doors", "--port", str(port),
-                *("--tokenizer", str(tokenizer), "--token-s", str(TOKEN_S)),
-                *("--latency-median-s", str(LATENCY_S), "--latency-sigma", "0.8"),
+                *("--tokenizer", str(tokenizer), "--token-s", str(TOKEN_SHARE * args.call_s)),
+                *("--latency-median-s", str(LATENCY_SHARE * args.call_s)),
+                *("--latency-sigma", str(LATENCY_SIGMA)),
                 *("--think-rate", "0", "--max-sentences", "1", "--split-rate", "0"),
                 ready_url=f"http://127.0.0.1:{port}/model_info",
             )
@@ -391,6 +396,7 @@ def main() -> None:
     cli.add_argument("--mode", choices=("keep", "abort"), default="abort")
     cli.add_argument("--partial", action="store_true", help="stopped samples keep their tokens")
     cli.add_argument("--engines", type=int, default=2)
+    cli.add_argument("--call-s", type=float, default=5.0, help="about how long one call takes")
     cli.add_argument("--limit-s", type=float, default=60.0, help="for all of it")
     args = cli.parse_args()
     found = measure(args)
