@@ -383,6 +383,24 @@ async def test_weights_that_were_pushed_sample_under_the_old_label_until_somebod
     assert really == sorted(really, key=str)
 
 
+async def test_push_that_names_its_weights_does_so_from_the_same_token_on(policy: Policy) -> None:
+    async with sim_server(policy, latency_s=60.0, version="6", versioned=True) as sim:
+        asked = asyncio.create_task(sim.ask("sglang", PROMPT, num=60))
+        await sim.flying(1)
+
+        def later() -> float:  # a clock that goes on while the engine does two things
+            sim.now_s += 5.0
+            return sim.now_s
+
+        sim.engine.core.clock = later
+        await sim.post("/sim/weights", {"weights": "7", "weight_version": "7"})
+        await sim.post("/abort_request", {"abort_all": True})
+        ids, said, spans = read_weights((await asked).json())
+    labels = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    assert set(labels) == {"6", "7"}
+    assert sampled_by([*PROMPT, *ids], len(PROMPT), said, ["6", "7"]) == labels
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_label_is_the_weights_until_they_are_set_and_a_restart_has_those_of_its_label(
     policy: Policy, kind: str

@@ -365,12 +365,7 @@ class SimCore:
         Unless weights were set apart from the label, they are others then too.
         """
         self.counts["version_updates"] += 1
-        for flight in self.flights.values():
-            num = self._said(flight)
-            if num > 0:
-                flight.changes.append((self.weight_version, num))
-                if self._weights is None:
-                    flight.weight_changes.append((self.weights, num))
+        self._mark()
         self.weight_version = label
 
     def set_weights(self, weights: str, label: str | None = None) -> None:
@@ -378,16 +373,21 @@ class SimCore:
 
         Args:
             weights: what samples.
-            label: what they are called from the same moment on; None leaves the label.
+            label: what they are called from the same token on; None leaves the label.
         """
         self.counts["weight_updates"] += 1
+        self._mark()
+        self._weights = weights
+        if label is not None:
+            self.weight_version = label
+
+    def _mark(self) -> None:
+        """Note how far everything in flight is, before label or weights change."""
         for flight in self.flights.values():
             num = self._said(flight)
             if num > 0:
+                flight.changes.append((self.weight_version, num))
                 flight.weight_changes.append((self.weights, num))
-        self._weights = weights
-        if label is not None:
-            self.set_version(label)
 
     def pause_for(self, seconds: float) -> None:
         """Sample nothing for a while, as if somebody paused; a pause that is on stays as it is."""
