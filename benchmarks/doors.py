@@ -6,7 +6,8 @@ before the engine sees it, its end before its answer leaves.
 
 Arguments are those of `worker.engines.sim`. `GET /bench` answers all notes, `[seconds on the
 machine's monotonic clock, worker's pid, 1 or -1]`, and how late this process's own loop was at most
-since it was asked before. A request says whose it is by its routing key, which `generate` writes.
+since it was asked before; `GET /bench/in_flight` how many calls workers have, without what they ask
+an engine to know it. A request says whose it is by its routing key, which `generate` writes.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class Door:
     def __init__(self, handle: Callable[[Any], None]) -> None:
         self._handle = handle
         self.notes: list[tuple[float, int, int]] = []
+        self.in_flight = 0
         self.late_s = 0.0
 
     def __call__(self, exchange: Exchange) -> None:
         """Take one whole request."""
+        if exchange.path == "/bench/in_flight":
+            exchange.answer(200, json.dumps(self.in_flight).encode())
+            return
         if exchange.path == "/bench":
             late_s, self.late_s = self.late_s, 0.0
             said = {"notes": self.notes, "late_ms_max": 1e3 * late_s}
@@ -65,6 +70,7 @@ class Door:
     def note(self, worker: int, step: int) -> None:
         """Note that a worker has one call more, or one less."""
         self.notes.append((time.monotonic(), worker, step))
+        self.in_flight += step
 
     async def tick(self) -> None:
         """See how late this loop is, for ever."""

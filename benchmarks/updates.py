@@ -246,7 +246,7 @@ class Cast:
 
     def in_flight(self) -> int:
         """Return how many calls the engines have."""
-        return sum(int(ask(url + "/sim")["in_flight"]) for url in self.urls)
+        return sum(ask(url + "/bench/in_flight") for url in self.urls)
 
 
 def tables(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.doors import Door
 from benchmarks.updates import Note, Seen, Update, figures, look, ranked_ms
+from examples.devserver import die_with_parent
 
+ROOT = Path(__file__).resolve().parents[2]
 A, B, C = 101, 102, 103
 UPDATE = Update(asked_s=10.0, entered_s=10.25, left_s=10.5, done_s=10.625)
 RUNNING: list[Note] = [(1.0, A, 1), (2.0, B, 1), (3.0, A, 1), (4.0, C, 1), (5.0, C, -1)]
@@ -86,6 +92,7 @@ def test_the_door_notes_a_call_of_a_worker_once_at_each_end(ending: str) -> None
     call = _Exchange("/generate", b'{"rid":"0","routing_key":"w17-ab","input_ids":[1]}')
     door(call)
     assert [note[1:] for note in door.notes] == [(17, 1)]
+    assert door.in_flight == 1
     taken[0].on_close = lambda: None
     if ending == "answered":
         taken[0].answer(200, b"{}")
@@ -93,6 +100,7 @@ def test_the_door_notes_a_call_of_a_worker_once_at_each_end(ending: str) -> None
         taken[0].drop()
     call.on_close()  # the connection closes at last, whatever came before
     assert [note[1:] for note in door.notes] == [(17, 1), (17, -1)]
+    assert door.in_flight == 0
     assert call.said == {"answered": [200], "dropped": ["dropped"], "left": []}[ending]
 
 
@@ -107,3 +115,19 @@ def test_the_door_passes_what_is_no_call_of_a_worker(path: str, body: bytes) -> 
     door(exchange)
     assert taken == [exchange]
     assert door.notes == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_short_run_updates_real_workers_and_says_so(mode: str) -> None:
+    options = f"--mode {mode} --workers 2 --in-flight 8 --updates 3 --engines 1".split()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.updates", "--json", *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=True,
+        preexec_fn=die_with_parent,
+    )  # fmt: skip
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["updates"], said["silent_workers"]) == (3, 0)
+    assert said["calls_in_flight"] >= 12
+    if mode == "abort":
+        assert (said["calls_inside"], said["workers_held_up_mean"]) == (0, 2.0)
