@@ -174,17 +174,18 @@ async def work(url: str, mean_s: float) -> None:  # noqa: PLR0915 - it puts the 
     from worker.aggregate.judge import EnvJudge
     from worker.aggregate.loader import load_filters
     from worker.generate.finish import finish
-    from worker.groups import GroupBook
-    from worker.heart import Heart, RunView
-    from worker.rollout import Rollout
+    from worker.members.groups import GroupBook
+    from worker.members.rollout import Rollout
+    from worker.members.shift import Shift, ShiftLimits, new_incarnation
+    from worker.members.view import RunView
+    from worker.members.work import EnvRuntime
+    from worker.process.heart import Heart
     from worker.sampling import Sampling
-    from worker.shift import Shift, ShiftLimits, new_incarnation
     from worker.telemetry.gc_policy import GcPolicy
     from worker.telemetry.metrics import Metrics
     from worker.telemetry.pulse import Pulse
     from worker.tito.ids import prompt_ids
     from worker.types import GenerateInput, GenerateOutput, Limits
-    from worker.work import EnvRuntime
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

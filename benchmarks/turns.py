@@ -13,8 +13,9 @@ Turns of 261 sampled and about 200 observed tokens, 8 to 24 a conversation, prom
 * `cpu_ms_per_turn`: of this process, all threads, in that window; whole conversations included.
 * `turns_per_s_per_core`: turns in a second of CPU time of this process with the engine answering at
   once (nothing waits but for this core), so other processes on the machine do not count.
-* `watch_share`: of this process's CPU, what the check on every sample takes (`worker.fidelity`), by
-  the thread's own clock in saturated windows; the cost of asking that clock is in it.
+* `watch_share`: of this process's CPU, what the check on every sample takes
+  (`worker.members.fidelity`), by the thread's own clock in saturated windows; the cost of asking
+  that clock is in it.
 * `watch_cpu_ratio`: CPU of a turn with the check by that without it, median of pairs of windows
   that follow each other in this run; on a shared machine it is good for a few per cent. A
   conversation is watched or not as a whole, so few should be in flight: `--in-flight 128`.
@@ -47,9 +48,9 @@ from benchmarks.engine import SAMPLED, TOOL, Words
 from examples.devserver import die_with_parent
 from examples.vocabulary import write
 from rollstream.sample import Sample
-from worker.engines.pool import EnginePool
-from worker.fidelity import Watch, WatchedEngine
+from worker.engines.fleet.pool import EnginePool
 from worker.generate.multi_turn import multi_turn
+from worker.members.fidelity import Watch, WatchedEngine
 from worker.sampling import Sampling, call_seed
 from worker.telemetry.gc_policy import GcPolicy
 from worker.telemetry.spans import SpanList

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
         WireError,
         WireTooNew,
     )
-    from rollstream.eval_result import EvalResult
+    from rollstream.evaluation.eval_result import EvalResult
     from rollstream.group import Drop, FinishedGroup, GroupView, Keep, Missing, PromptGroup
     from rollstream.sample import Call, Sample, Span
     from rollstream.stream import GroupStream
-    from rollstream.weights import WeightUpdate
+    from rollstream.updates.weights import WeightUpdate
 
 __version__ = "0.1.0"
 
@@ -59,11 +59,11 @@ _HOME = {
         "RunFailed", "RunLost", "RunMismatch", "Status", "StopReason", "StreamError",
         "StreamStalled", "ToolFault", "WireError", "WireTooNew",
     ),
-    "eval_result": ("EvalResult",),
+    "evaluation.eval_result": ("EvalResult",),
     "group": ("Drop", "FinishedGroup", "GroupView", "Keep", "Missing", "PromptGroup"),
     "sample": ("Call", "Sample", "Span"),
     "stream": ("GroupStream",),
-    "weights": ("WeightUpdate",),
+    "updates.weights": ("WeightUpdate",),
 }  # fmt: skip
 """Public names by the module that has them."""
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

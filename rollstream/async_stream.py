@@ -17,14 +17,14 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from rollstream.batch import Batch
-from rollstream.control import PauseMode
 from rollstream.errors import StreamError
-from rollstream.eval_result import EvalResult
-from rollstream.evaluate import EvalPrompt
+from rollstream.evaluation.eval_result import EvalResult
+from rollstream.evaluation.evaluate import EvalPrompt
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted
 from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
-from rollstream.weights import NOTHING_SAMPLED, Updating, WeightUpdate
+from rollstream.trainer.control import PauseMode
+from rollstream.updates.weights import NOTHING_SAMPLED, Updating, WeightUpdate
 
 T = TypeVar("T")
 

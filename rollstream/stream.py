@@ -17,21 +17,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from rollstream import control
 from rollstream.batch import Batch
-from rollstream.checkpoint import FRESH, Checkpoint
 from rollstream.errors import StreamError
-from rollstream.eval_result import EvalResult
-from rollstream.evaluate import EvalPrompt, ask, run_evaluation, withdraw_all
-from rollstream.figures import stream_figures
+from rollstream.evaluation.eval_result import EvalResult
+from rollstream.evaluation.evaluate import EvalPrompt, ask, run_evaluation, withdraw_all
 from rollstream.frontier import TerminalIds
-from rollstream.hold import Hold
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted, await_run, say_problems
+from rollstream.trainer import control
+from rollstream.trainer.checkpoint import FRESH, Checkpoint
+from rollstream.trainer.figures import stream_figures
+from rollstream.trainer.hold import Hold
+from rollstream.trainer.waiting import Wait
+from rollstream.updates.weights import NOTHING_SAMPLED, Updating, Weights
 from rollstream.urls import redis_url_problem
-from rollstream.waiting import Wait
-from rollstream.weights import NOTHING_SAMPLED, Updating, Weights
 
 ACK_TIMEOUT_S = 60.0
 """How long an ack outlasts a Redis outage."""

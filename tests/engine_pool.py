@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from tests.scripted_engine import Step, a_reply
-from worker.engines.entrance import NEVER, PoolCall
-from worker.engines.pool import EnginePool, RetryPolicy
+from worker.engines.fleet.entrance import NEVER, PoolCall
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
 from worker.engines.sim.http import Exchange
 from worker.sampling import Sampling
 from worker.types import Completion, RequestIds

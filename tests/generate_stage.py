@@ -19,7 +19,7 @@ import numpy as np
 from rollstream.errors import EngineFault
 from rollstream.sample import UNKNOWN_VERSION, PrefixCacheInfo, Sample, SpecInfo
 from tests.scripted_engine import ScriptedEngine, a_reply, a_vllm_reply
-from worker.engines.pool import EnginePool, RetryPolicy
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
 from worker.sampling import Sampling, call_seed
 from worker.telemetry.spans import SpanList
 from worker.tito.ids import as_ids, ids_json

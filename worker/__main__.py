@@ -22,7 +22,7 @@ def main(loaded: Loaded) -> None:
     """Run one worker until it is stopped or its run is over."""
     from rollstream.logs import configure
 
-    from .mainloop import run
+    from .process.mainloop import run
 
     settings = loaded.settings
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
@@ -31,7 +31,7 @@ def main(loaded: Loaded) -> None:
 
 
 async def _serve(settings: Settings, loading: Future[LoadedRenderer] | None) -> None:
-    from .app import Worker
+    from .process.app import Worker
 
     await Worker(settings, loading).run()
 
@@ -57,6 +57,6 @@ if __name__ == "__main__":
         from .doctor import main as doctor
 
         sys.exit(doctor(sys.argv[2:]))
-    from .mainloop import leave
+    from .process.mainloop import leave
 
     leave(run_app(main, "python -m worker"))

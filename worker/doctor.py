@@ -121,7 +121,7 @@ def _is_there(report: Report, table: ModelTable) -> bool:
 
 def _examine(report: Report, settings: Settings) -> None:
     from .model import load_model
-    from .startup import UNSEEN_TOOLS
+    from .process.startup import UNSEEN_TOOLS
     from .tito.backend import RenderersBackend
     from .tito.families import FAMILIES
     from .tito.selftest import self_test

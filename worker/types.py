@@ -78,7 +78,7 @@ class RequestIds:
     replay_start: int | None = None
     """First position of which routed experts are wanted; None asks for none."""
     witness: Witness | None = None
-    """Set by the worker itself (`worker.fidelity`), never by a generate function."""
+    """Set by the worker itself (`worker.members.fidelity`), never by a generate function."""
 
 
 @dataclass(slots=True)

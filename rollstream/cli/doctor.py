@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from rollstream import confirmed, health
+from rollstream import health
 from rollstream.cli.engine_check import engine_findings
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.logprobs import rescored, table
@@ -26,13 +26,14 @@ from rollstream.health import NOTE, Finding
 from rollstream.queue import calls
 from rollstream.removal import alive_of
 from rollstream.runs import list_runs
+from rollstream.updates import confirmed
 from rollstream.urls import scrub, shown_url
 
 if TYPE_CHECKING:
-    from rollstream.confirmed import EngineView
     from rollstream.queue.blocking import BlockingQueue
     from rollstream.queue.reads import RunInfo
     from rollstream.settings import Settings
+    from rollstream.updates.confirmed import EngineView
 
 PINGS = 5
 _ENDED = ("ended", "failed", "aborting")

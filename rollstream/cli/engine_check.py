@@ -22,8 +22,8 @@ from rollstream.health import NOTE, Finding
 from rollstream.urls import NO_NAME_WITH_TLS, is_name_with_tls, shown_url
 
 if TYPE_CHECKING:
-    from rollstream.confirmed import EngineView
     from rollstream.queue.reads import RunInfo
+    from rollstream.updates.confirmed import EngineView
 
 MAX_BODY_BYTES = 1 << 20
 MAX_ENGINES = 64

@@ -10,13 +10,13 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollstream import confirmed
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import the_run
 from rollstream.cli.view import print_json, print_rows
-from rollstream.confirmed import plain
 from rollstream.queue import calls
 from rollstream.queue.reads import Confirmation, RunInfo
+from rollstream.updates import confirmed
+from rollstream.updates.confirmed import plain
 from rollstream.urls import checked_engines
 
 

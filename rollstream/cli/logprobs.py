@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollstream import rescore
-from rollstream.assemble import assemble
 from rollstream.errors import WireError
 from rollstream.queue.fetch import weight_of
 from rollstream.sample import UNKNOWN_VERSION, Sample
+from rollstream.trainer.assemble import assemble
 
 if TYPE_CHECKING:
     from rollstream.queue.blocking import BlockingQueue

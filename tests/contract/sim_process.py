@@ -21,8 +21,8 @@ from typing import Any
 
 from examples.devserver import die_with_parent
 from tests.scripted_engine import ABORTS
-from worker.engines.pool import EnginePool, RetryPolicy
-from worker.engines.replay import ReplayShape
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
+from worker.engines.protocol.replay import ReplayShape
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("sglang", "vllm")

@@ -23,7 +23,7 @@ from rollstream.sample import Sample
 from tests.contract.edges import NONE, Caps, Outcome, Story, outcome_of
 from tests.contract.sim_process import KINDS, SimProcess, pool_of
 from tests.generate_stage import given
-from worker.engines.pool import EnginePool
+from worker.engines.fleet.pool import EnginePool
 from worker.generate import multi_turn, single_turn
 from worker.sampling import Sampling
 from worker.tools import load_tools

@@ -24,12 +24,12 @@ from tests.integration.worker.test_fidelity import a_stage
 from tests.scripted_engine import a_reply, a_vllm_reply, scripted
 from tests.toy import A1, A1_LOG_PROBS, A2, A2_LOG_PROBS, HI, O1, P0, toy_renderer
 from worker.engines.faults import Detail
-from worker.engines.pool import EnginePool, RetryPolicy
-from worker.engines.reply import read_reply
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
+from worker.engines.protocol.reply import read_reply
 from worker.generate import multi_turn, single_turn
+from worker.members.work import Ending, leaves_of
 from worker.sampling import Sampling
 from worker.types import Completion, Finish, RequestIds
-from worker.work import Ending, leaves_of
 
 CALL_END = 7
 FIRST = a_reply(A1, log_probs=A1_LOG_PROBS, finish={"type": "stop", "matched": 2})

@@ -16,7 +16,7 @@ from tests.contract.test_cases_d import BOTH, attempted, check, delivered, not_t
 from tests.scripted_engine import a_vllm_reply
 from tests.toy import A1, A1_LOG_PROBS, A2, A2_LOG_PROBS, O1, P0
 from worker.engines.faults import Detail
-from worker.work import leaves_of
+from worker.members.work import leaves_of
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ import pytest
 from rollstream import rescore
 from tests.builders import a_sample
 from tests.scripted_engine import a_reply, a_vllm_completion, a_vllm_reply
-from worker.engines import reply, vllm_reply
-from worker.engines.replay import Asked, ReplayFields, ReplayShape, RowShape
-from worker.engines.request import RequestWriter, body_bytes
-from worker.engines.vllm_request import PATHS, Route, VllmWriter
+from worker.engines.protocol import reply, vllm_reply
+from worker.engines.protocol.replay import Asked, ReplayFields, ReplayShape, RowShape
+from worker.engines.protocol.request import RequestWriter, body_bytes
+from worker.engines.protocol.vllm_request import PATHS, Route, VllmWriter
 from worker.sampling import Sampling
 from worker.types import RequestIds
 

@@ -23,12 +23,12 @@ from tests.contract.sim_process import KINDS, SimProcess, pool_of
 from tests.scripted_engine import ABORTS, ScriptedEngine, a_reply, a_vllm_reply, hang, scripted
 from tests.unit.worker.works import a_book, a_work, an_env, leased
 from worker.engines.faults import REPLIES, Action, Detail
-from worker.engines.replay import ReplayShape, RowShape
+from worker.engines.protocol.replay import ReplayShape, RowShape
 from worker.engines.sim.damage import OVERFLOW_WORDS
 from worker.engines.sim.faults import Fault
 from worker.generate import multi_turn
 from worker.generate.finish import finish
-from worker.rollout import Rollout
+from worker.members.rollout import Rollout
 from worker.sampling import Sampling
 from worker.tito.load import render_prompt
 from worker.tools import load_tools

@@ -23,8 +23,8 @@ from rollstream import rescore
 from tests.builders import a_sample
 from tests.scripted_engine import a_reply
 from tests.vocabulary_once import tokenizer_of
-from worker.engines.replay import Asked, ReplayShape, RowShape
-from worker.engines.request import RequestWriter, body_bytes
+from worker.engines.protocol.replay import Asked, ReplayShape, RowShape
+from worker.engines.protocol.request import RequestWriter, body_bytes
 from worker.engines.sim.faults import FaultConfig
 from worker.engines.sim.http import port_of, serve
 from worker.engines.sim.policy import Policy

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.worker.parts import Run
-from worker.watchdog import EXIT_STALLED
+from worker.process.watchdog import EXIT_STALLED
 
 from .fleet import a_fleet, all_ended, until
 from .scene import N, run

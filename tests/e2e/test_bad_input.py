@@ -23,7 +23,7 @@ from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.keys import SCHEMA
 from rollstream.wire import encode_prompt
 from tests.builders import a_prompt, budgets
-from worker import app as worker_app
+from worker.process import app as worker_app
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.worker.parts import Run
 from tests.integration.worker.processes import ENVIRONMENT, ROOT
-from worker.watchdog import EXIT_STALLED
+from worker.process.watchdog import EXIT_STALLED
 
 from .fleet import a_fleet, all_ended
 from .scene import N, enqueue, options, run, sim

@@ -15,7 +15,7 @@ import pytest
 from rollstream.queue import calls
 from tests.integration.worker.parts import Run
 from worker.bounded import THREADS
-from worker.watchdog import EXIT_STALLED
+from worker.process.watchdog import EXIT_STALLED
 
 from .fleet import a_fleet, all_ended, until
 from .scene import LEASE_S, N, enqueue, options, run, sim

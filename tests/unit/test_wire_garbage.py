@@ -17,12 +17,12 @@ import msgpack
 import pytest
 
 from rollstream import call_columns, wire
-from rollstream.assemble import assemble
 from rollstream.batch import Batch
 from rollstream.errors import WireError
 from rollstream.group import EnvRule
 from rollstream.queue.reads import StoredGroup
 from rollstream.sample import Sample, Span
+from rollstream.trainer.assemble import assemble
 from tests.builders import a_prompt, a_sample
 
 GROUP = a_prompt(3)

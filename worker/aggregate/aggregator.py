@@ -31,8 +31,8 @@ from rollstream.queue.queue import Queue
 from rollstream.queue.reads import StoredGroup, StreamEntry
 from rollstream.wire import decode_body, decode_prompt
 
+from ..members.work import place_of
 from ..telemetry.metrics import Metrics
-from ..work import place_of
 from .judge import KEEP, EnvJudge, FilterError, FilterHung, Verdict, judge, view_of
 
 CONSUMER = "aggregator"

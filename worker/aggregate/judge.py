@@ -19,7 +19,7 @@ from rollstream.wire import decode_header
 
 from ..bounded import Overdue, run_bounded
 from ..functions import describe
-from ..work import place_of
+from ..members.work import place_of
 from .loader import LoadedFilter
 
 _SHORT_OF = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rollstream.settings import Settings
 
-    from .pool import EnginePool
+    from .fleet.pool import EnginePool
 
 
 def create_engine(settings: Settings, *, max_token_id: int) -> EnginePool:
@@ -26,9 +26,9 @@ def create_engine(settings: Settings, *, max_token_id: int) -> EnginePool:
     """
     from rollstream.errors import ConfigError
 
-    from .pool import EnginePool, RetryPolicy
-    from .replay import replay_shape
-    from .vllm import UNSCORED
+    from .fleet.pool import EnginePool, RetryPolicy
+    from .protocol.replay import replay_shape
+    from .protocol.vllm import UNSCORED
 
     engine = settings.engine
     if engine.kind == "vllm" and settings.telemetry.rescore_fraction > 0:

@@ -21,7 +21,7 @@ from rollstream.errors import STATUS_OF, AgentFault, ContractError, Status, Stop
 from rollstream.group import Trajectory
 from rollstream.sample import ARRAY_DTYPES, Call, Sample, TokenIds
 
-from ..engines.checks import LOGPROB_EPSILON
+from ..engines.protocol.checks import LOGPROB_EPSILON
 from ..functions import describe
 from ..types import Finish, GenerateOutput
 

@@ -20,7 +20,7 @@ import prometheus_client as prom
 from rollstream.errors import STATUS_OF, DropReason, StopReason
 from rollstream.sample import UNKNOWN_VERSION, Sample
 
-from ..engines.states import State
+from ..engines.fleet.states import State
 from .spans import SPAN_NAMES
 
 K = TypeVar("K")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollstream.checkpoint import Checkpoint
 from rollstream.frontier import TerminalIds
+from rollstream.trainer.checkpoint import Checkpoint
 from tests.e2e.chaos.journal import (
     Journal,
     Life,

@@ -24,10 +24,10 @@ import msgpack
 
 from examples.demo.trainer import toy_loss
 from rollstream import Batch, ConsumerTaken, GroupStream, ProducerGone, StreamStalled
-from rollstream.control import PauseMode
 from rollstream.errors import StreamError
 from rollstream.group import Trajectory
 from rollstream.sample import Prompt
+from rollstream.trainer.control import PauseMode
 from rollstream.wire import encode_body
 from tests.e2e.chaos.journal import Journal
 from tests.e2e.chaos.options import GROUPS_A_BATCH, LEASE_S

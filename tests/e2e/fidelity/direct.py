@@ -31,7 +31,7 @@ from tests.e2e.fidelity.options import (
 from tests.e2e.fidelity.rows import temperature_of
 from tests.e2e.fidelity.stage import EngineControl
 from tests.e2e.fidelity.wire import WireFolder
-from worker.engines.pool import EnginePool
+from worker.engines.fleet.pool import EnginePool
 from worker.generate.multi_turn import multi_turn
 from worker.generate.single_turn import single_turn
 from worker.sampling import Sampling, call_seed

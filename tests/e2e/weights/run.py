@@ -18,7 +18,7 @@ from unittest import mock
 
 from examples.demo.children import Child, ChildFailed, stop_all
 from examples.devserver import DevServer
-from rollstream.naming import Naming
+from rollstream.updates.naming import Naming
 from tests.e2e.weights import posts
 from tests.e2e.weights import trainer as trainer_module
 from tests.e2e.weights.breaks import BREAKS

@@ -14,10 +14,10 @@ import pytest
 from examples.devserver import free_port
 from rollstream.cli.__main__ import main
 from rollstream.cli.engine_check import engine_findings
-from rollstream.confirmed import EngineView
 from rollstream.health import Finding
 from rollstream.queue import calls
 from rollstream.queue.reads import RunInfo
+from rollstream.updates.confirmed import EngineView
 from tests.integration.worker.parts import a_run
 from tests.scripted_engine import GENERATIONS, ScriptedEngine, scripted
 from worker.engines.sim.http import Exchange

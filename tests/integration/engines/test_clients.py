@@ -25,11 +25,11 @@ from tests.scripted_engine import (
     scripted,
 )
 from worker.engines.client import EngineClient, Look
-from worker.engines.factory import new_client
-from worker.engines.http_base import ClientOptions, new_transport
-from worker.engines.replay import ReplayShape, RowShape
+from worker.engines.protocol.factory import new_client
+from worker.engines.protocol.http_base import ClientOptions, new_transport
+from worker.engines.protocol.replay import ReplayShape, RowShape
+from worker.engines.protocol.versions import VersionMap
 from worker.engines.sim.http import Exchange
-from worker.engines.versions import VersionMap
 from worker.sampling import Sampling
 from worker.types import Completion, Finish, RequestIds
 

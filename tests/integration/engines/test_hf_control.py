@@ -37,8 +37,8 @@ import torch  # noqa: E402 - only where it is there
 
 from rollstream.errors import EngineFault  # noqa: E402
 from worker.engines.faults import Detail  # noqa: E402
+from worker.engines.fleet.pool import EnginePool, RetryPolicy  # noqa: E402
 from worker.engines.hf.sampler import draw, scores  # noqa: E402
-from worker.engines.pool import EnginePool, RetryPolicy  # noqa: E402
 from worker.sampling import Sampling  # noqa: E402
 from worker.types import Completion, Finish, RequestIds  # noqa: E402
 

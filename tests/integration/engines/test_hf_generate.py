@@ -32,9 +32,9 @@ need_torch()
 import torch  # noqa: E402 - only where it is there
 
 from rollstream.errors import ConfigError  # noqa: E402
+from worker.engines.fleet.pool import EnginePool, RetryPolicy  # noqa: E402
 from worker.engines.hf.params import Params  # noqa: E402
 from worker.engines.hf.sampler import LogprobMode, Row, draw, uniform  # noqa: E402
-from worker.engines.pool import EnginePool, RetryPolicy  # noqa: E402
 from worker.sampling import Sampling  # noqa: E402
 from worker.types import Finish, RequestIds  # noqa: E402
 

@@ -14,7 +14,7 @@ from rollstream.sample import Sample
 from tests.generate_stage import given
 from tests.hf import NOISE, VOCABULARY, Hf, need_torch, running, write_model
 from tests.toy import HI, toy_renderer
-from worker.engines.pool import EnginePool
+from worker.engines.fleet.pool import EnginePool
 from worker.generate import single_turn
 from worker.sampling import Sampling
 

@@ -16,7 +16,7 @@ from rollstream.settings import DebugTable, EngineTable, Settings, TelemetryTabl
 from tests.engine_pool import LOOKS, a_pool, ask, chosen, key_of, one_token, wait_until
 from tests.scripted_engine import ScriptedEngine, a_reply, hang, reset, scripted
 from worker.engines import create_engine
-from worker.engines.pool import EnginePool, RetryPolicy
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
 from worker.engines.sim.http import Exchange
 from worker.sampling import Sampling
 from worker.types import Finish, RequestIds
@@ -188,7 +188,7 @@ async def test_pool_tries_again_with_a_new_rid_and_takes_tokens_of_the_second_tr
 async def test_body_without_end_is_given_up_at_its_bound_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.engines.http_base.MAX_REPLY_BYTES", 10_000)
+    monkeypatch.setattr("worker.engines.protocol.http_base.MAX_REPLY_BYTES", 10_000)
     endless = a_reply(text="x" * 20_000)
     async with scripted(endless, a_reply([59, 79075])) as engine, a_pool(engine.url) as pool:
         completion = await ask(pool)

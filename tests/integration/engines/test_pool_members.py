@@ -15,8 +15,8 @@ from rollstream.settings import EngineTable, EnvTable, SamplingTable, Settings
 from tests.engine_pool import LOOKS, a_pool, ask, chosen, key_of, one_token, wait_until
 from tests.scripted_engine import ScriptedEngine, a_reply, hang, reset, scripted
 from worker.engines import create_engine, samples_scaled
-from worker.engines.pool import EnginePool
-from worker.engines.retry_budget import IN_HAND
+from worker.engines.fleet.pool import EnginePool
+from worker.engines.fleet.retry_budget import IN_HAND
 from worker.engines.sim.http import Exchange, port_of, serve
 
 FULL = (503, b'{"error":{"message":"The request queue is full."}}')

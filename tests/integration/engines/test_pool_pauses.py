@@ -12,10 +12,10 @@ import pytest
 from rollstream.errors import EngineFault, Withheld
 from tests.engine_pool import a_pool, ask, chosen, key_of, one_token, wait_until
 from tests.scripted_engine import ScriptedEngine, a_reply, hang, reset, scripted
-from worker.engines.pool import EnginePool
+from worker.engines.fleet.pool import EnginePool
+from worker.engines.fleet.states import State
 from worker.engines.sim.http import Exchange
-from worker.engines.states import State
-from worker.gate import Gate, Passage
+from worker.members.gate import Gate, Passage
 from worker.types import Completion, Finish
 
 

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from rollstream.errors import ConfigError, EngineFault
 from tests.engine_pool import a_pool, ask, one_token, wait_until
 from tests.scripted_engine import a_reply, a_vllm_reply, scripted
-from worker.engines.pooled import MAX_PROBLEM_CHARS, cut
+from worker.engines.fleet.pooled import MAX_PROBLEM_CHARS, cut
 
 
 async def test_engine_without_its_route_says_so_once_and_wherever_it_is_shown() -> None:

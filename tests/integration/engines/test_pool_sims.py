@@ -14,7 +14,7 @@ import pytest
 from rollstream.errors import ConfigError
 from tests.engine_pool import a_pool, wait_until
 from tests.vocabulary_once import tokenizer_of
-from worker.engines.pool import EnginePool
+from worker.engines.fleet.pool import EnginePool
 from worker.engines.sim.faults import FaultConfig
 from worker.engines.sim.http import port_of, serve
 from worker.engines.sim.policy import Policy

@@ -9,7 +9,7 @@ import pytest
 from tests.engine_pool import a_pool, ask, wait_until
 from tests.integration.engines.test_pool_pauses import spans, state, states, two
 from tests.scripted_engine import a_reply, scripted
-from worker.engines.states import State
+from worker.engines.fleet.states import State
 from worker.tito.turns import TurnRecord
 
 IDS = [59, 79075, 90]

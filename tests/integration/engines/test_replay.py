@@ -21,9 +21,9 @@ from tests.contract.test_cases_a import FirstCalls, f
 from tests.generate_stage import given
 from tests.scripted_engine import ScriptedEngine, Step, a_reply, scripted
 from tests.toy import A1, A2, HI, O1, P0, toy_renderer
-from worker.engines import http_base
-from worker.engines.pool import EnginePool, RetryPolicy
-from worker.engines.replay import ReplayShape, RowShape
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
+from worker.engines.protocol import http_base
+from worker.engines.protocol.replay import ReplayShape, RowShape
 from worker.engines.sim.http import Exchange
 from worker.engines.sim.numbers import ReplayConfig, routed_experts
 from worker.generate import multi_turn, single_turn

@@ -20,7 +20,7 @@ import pytest
 
 from examples.devserver import die_with_parent
 from tests.vocabulary_once import tokenizer_of
-from worker.engines.pool import EnginePool, RetryPolicy
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
 from worker.engines.sim.faults import NAMED, Fault, FaultConfig, FaultDice
 from worker.engines.sim.http import port_of, serve
 from worker.engines.sim.policy import Policy

@@ -8,7 +8,7 @@ from tests.generate_stage import given
 from tests.scripted_engine import ScriptedEngine, Step, a_reply, scripted
 from tests.toy import A1, A2, CLOSE, HI, O1, P0, toy_renderer
 from tests.unit.generate.test_budgets import Calling, f
-from worker.engines.pool import EnginePool, RetryPolicy
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
 from worker.engines.sim.http import Exchange
 from worker.generate.multi_turn import multi_turn
 from worker.tools.function import FunctionTool

@@ -17,13 +17,13 @@ from typing import Any, TypeVar, cast
 import redis
 
 from rollstream.frontier import TerminalIds
-from rollstream.lineage import Lineage as Claim
 from rollstream.queue import calls
 from rollstream.queue.answers import Lease
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.reads import StreamEntry
 from rollstream.queue.scripts import Script
+from rollstream.trainer.lineage import Lineage as Claim
 from tests.integration.queue.effects import check_effects
 from tests.integration.queue.invariants import Known, Lineage, check_all
 from tests.integration.queue.oracle import Scene, check_answer, sweep_bounds

@@ -13,7 +13,7 @@ import pytest
 from rollstream.async_stream import AsyncGroupStream
 from rollstream.errors import PauseNotConfirmed, StreamError
 from rollstream.queue import calls
-from rollstream.weights import WeightUpdate
+from rollstream.updates.weights import WeightUpdate
 from tests.backstage import Backstage, wait_until
 from tests.integration.stream.crew import Hand, an_engine
 from tests.integration.stream.test_evaluate import at_work, nothing_left

@@ -469,7 +469,7 @@ def test_stream_stalls_resumably_when_redis_stays_away(run_name: str) -> None:
 def test_trainer_memory_of_ended_groups_is_folded_into_the_frontier(
     run: Backstage, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollstream.lineage.MAX_ABOVE", 2)
+    monkeypatch.setattr("rollstream.trainer.lineage.MAX_ABOVE", 2)
     run.finish(*range(8), drop={0})
     stream = connect()
     batches = stream.batches(groups=1, timeout_s=2)

@@ -8,10 +8,10 @@ from typing import cast
 import pytest
 
 from rollstream.async_stream import AsyncGroupStream
-from rollstream.control import PauseMode
 from rollstream.errors import ConsumerTaken, RunFailed, RunLost, StreamError
 from rollstream.queue import calls
 from rollstream.stream import GroupStream
+from rollstream.trainer.control import PauseMode
 from tests.backstage import Backstage
 from tests.proxy import Proxy
 

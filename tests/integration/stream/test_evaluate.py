@@ -21,7 +21,7 @@ from rollstream.errors import (
     StopReason,
     StreamError,
 )
-from rollstream.eval_result import EvalResult
+from rollstream.evaluation.eval_result import EvalResult
 from rollstream.group import EnvRule, PromptGroup, Trajectory
 from rollstream.queue import calls
 from rollstream.queue.answers import Lease
@@ -359,7 +359,7 @@ def test_evaluate_withdraws_what_is_left_when_it_is_given_up(
         def broken(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("rollstream.evaluate.Evaluation._step", broken)
+        monkeypatch.setattr("rollstream.evaluation.evaluate.Evaluation._step", broken)
     thread.join(20)
     expected = {"interrupt": Interrupted, "close": StreamError, "raise": KeyboardInterrupt}[how]
     assert isinstance(raised[0], expected)
@@ -376,7 +376,7 @@ def test_evaluate_of_a_run_that_ended_or_is_gone_says_so(run: Backstage, connect
 def test_evaluate_of_a_run_that_vanished_is_lost(
     run: Backstage, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollstream.evaluate.REOPEN_S", 0.2)
+    monkeypatch.setattr("rollstream.evaluation.evaluate.REOPEN_S", 0.2)
     stream = connect()
     run.queue.client.delete(*run.keys())
     with pytest.raises(RunLost):
@@ -468,7 +468,7 @@ def test_evaluate_outlasts_an_outage_and_replies_that_are_lost(
 def test_evaluate_in_an_outage_that_lasts_is_an_error(
     run: Backstage, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollstream.evaluate.UNDO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollstream.evaluation.evaluate.UNDO_TIMEOUT_S", 0.1)
     with (
         Proxy(int(valkey_url.rpartition(":")[2])) as proxy,
         GroupStream.connect(f"redis://127.0.0.1:{proxy.port}", run=run.queue.run) as stream,

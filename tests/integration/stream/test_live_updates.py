@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.eval_result import EvalResult
+from rollstream.evaluation.eval_result import EvalResult
 from rollstream.group import EnvRule
 from rollstream.queue import calls
 from rollstream.queue.keys import SCHEMA

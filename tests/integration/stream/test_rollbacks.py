@@ -11,9 +11,9 @@ import pytest
 from rollstream.batch import Batch
 from rollstream.errors import ConsumerTaken, ProducerGone, StreamStalled
 from rollstream.frontier import TerminalIds
-from rollstream.lineage import Lineage
 from rollstream.queue import calls
 from rollstream.stream import GroupStream
+from rollstream.trainer.lineage import Lineage
 from tests.backstage import Backstage
 
 Connect = Callable[..., GroupStream]

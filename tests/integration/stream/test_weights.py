@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from rollstream.control import PauseMode
 from rollstream.errors import (
     ConsumerTaken,
     PauseNotConfirmed,
@@ -21,6 +20,7 @@ from rollstream.errors import (
 from rollstream.queue import calls
 from rollstream.runs import Interrupted
 from rollstream.stream import GroupStream
+from rollstream.trainer.control import PauseMode
 from tests.backstage import Backstage, wait_until
 from tests.integration.stream.crew import Hand, an_engine
 from tests.proxy import Proxy
@@ -648,7 +648,7 @@ def test_a_push_that_raises_in_an_outage_leaves_the_resume_to_the_deadline(
     run: Backstage, valkey_url: str, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("rollstream.pausing.UNDO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("rollstream.updates.pausing.UNDO_TIMEOUT_S", 0.2)
     with Proxy(int(valkey_url.rpartition(":")[2])) as proxy:
 
         def push() -> None:

@@ -1,8 +1,8 @@
 """Workers under a moving policy: real queue, real simulated engine, everything that a worker has.
 
-Owns the putting together of one worker in this process (what `worker.app` does, without signals and
-telemetry), the trainer's side of an update by hand, and the audit of what was delivered against the
-policy, which knows every token and which weights sampled it.
+Owns the putting together of one worker in this process (what `worker.process.app` does, without
+signals and telemetry), the trainer's side of an update by hand, and the audit of what was delivered
+against the policy, which knows every token and which weights sampled it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from rollstream.wire import decode_body, decode_prompt
 from tests.unit.worker.works import a_book, an_env
 from worker.aggregate.aggregator import Aggregator
 from worker.aggregate.judge import EnvJudge
-from worker.engines.pool import EnginePool, RetryPolicy
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
 from worker.engines.sim.policy import Policy
 from worker.engines.sim.script import PolicyConfig
-from worker.fidelity import Fidelity
-from worker.following import Follower
-from worker.gate import Gate, GatedEngine
 from worker.generate import multi_turn
 from worker.generate.finish import finish
 from worker.generate.resumable import is_resumable
-from worker.heart import Heart, RunView
-from worker.parked import Parking
-from worker.rollout import Rollout
+from worker.members.fidelity import Fidelity
+from worker.members.gate import Gate, GatedEngine
+from worker.members.parked import Parking
+from worker.members.rollout import Rollout
+from worker.members.shift import Shift, ShiftLimits, new_incarnation
+from worker.members.view import RunView
+from worker.members.work import Cause
+from worker.process.following import Follower
+from worker.process.heart import Heart
 from worker.sampling import Sampling
-from worker.shift import Shift, ShiftLimits, new_incarnation
 from worker.telemetry.metrics import Metrics
 from worker.tito.load import render_prompt
 from worker.types import Limits
-from worker.work import Cause
 
 from .parts import Run, wait_until
 from .processes import Sim

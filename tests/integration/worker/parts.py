@@ -24,11 +24,12 @@ from tests.unit.worker.works import a_book, a_rollout, an_env, answer, plain
 from worker.aggregate.aggregator import Aggregator, AggregatorLimits
 from worker.aggregate.judge import EnvJudge
 from worker.aggregate.loader import LoadedFilter, load_filters
-from worker.heart import Heart, Role, RunView
-from worker.shift import Shift, ShiftLimits, new_incarnation
+from worker.members.shift import Shift, ShiftLimits, new_incarnation
+from worker.members.view import RunView
+from worker.members.work import Cause
+from worker.process.heart import Heart, Role
 from worker.telemetry.metrics import Metrics
 from worker.types import GenerateInput, GenerateOutput
-from worker.work import Cause
 
 POLL_S = 0.005
 

@@ -12,9 +12,9 @@ from rollstream.settings import EnvTable, SamplingTable, Settings
 from tests.integration.worker.parts import a_run, wait_until
 from tests.unit.test_parameters import OFF
 from tests.unit.worker.works import a_book, a_work, an_env, answer, leased
-from worker.groups import new_sample
+from worker.members.groups import new_sample
+from worker.process.startup import env_runtimes
 from worker.sampling import Sampling
-from worker.startup import env_runtimes
 from worker.types import GenerateInput, GenerateOutput
 
 

@@ -20,12 +20,13 @@ from tests.contract.test_cases_a import FirstCalls, Reply, f
 from tests.generate_stage import OverHttp, engine_of, given
 from tests.toy import A1, A1_LOG_PROBS, A2, A2_LOG_PROBS, HI, NO, O1, P0, U1, toy_renderer
 from tests.unit.worker.works import a_book, a_work, an_env
-from worker.fidelity import MAX_CALLS, Fidelity, Kind, Mismatch, Watch, WatchedEngine
 from worker.generate import multi_turn, single_turn
 from worker.generate.finish import finish
 from worker.generate.records import merge_records, record_call
-from worker.groups import GroupBook
-from worker.rollout import Rollout
+from worker.members.fidelity import MAX_CALLS, Fidelity, Kind, Mismatch, Watch, WatchedEngine
+from worker.members.groups import GroupBook
+from worker.members.rollout import Rollout
+from worker.members.work import Ending, leaves_of
 from worker.sampling import Sampling
 from worker.tito.ids import ids_json
 from worker.tito.load import render_prompt
@@ -33,7 +34,6 @@ from worker.tito.merge import TurnRecord, merge_turns
 from worker.tito.trajectory import Trajectory
 from worker.tools import FunctionTool
 from worker.types import DivergencePolicy, GenerateInput, GenerateOutput, RequestIds
-from worker.work import Ending, leaves_of
 
 TWO = (Reply(A1, A1_LOG_PROBS), Reply(A2, A2_LOG_PROBS, version=2))
 Generate = Callable[[GenerateInput], Awaitable[GenerateOutput]]
@@ -117,8 +117,10 @@ async def trims_the_end(given: GenerateInput) -> GenerateOutput:
     last = sample.calls[-1]
     assert sample.loss_mask is not None
     assert sample.rollout_log_probs is not None
+    end = last.end - 1
+    # The last span may be empty: the version that was current when the reply came.
     short = dataclasses.replace(
-        last, end=last.end - 1, versions=[(v, a, b - 1) for v, a, b in last.versions]
+        last, end=end, versions=[(v, min(a, end), min(b, end)) for v, a, b in last.versions]
     )
     return GenerateOutput(
         dataclasses.replace(

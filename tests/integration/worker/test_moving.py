@@ -19,9 +19,9 @@ from tests.builders import a_prompt
 from tests.contract.rolls import Recorder
 from tests.toy import a_completion
 from tests.unit.worker.works import answer
-from worker import reports
-from worker.engines.pool import EnginePool
+from worker.engines.fleet.pool import EnginePool
 from worker.engines.sim.policy import Policy
+from worker.members import reports
 from worker.types import Finish, GenerateInput, GenerateOutput, RequestIds
 
 from .moving import (

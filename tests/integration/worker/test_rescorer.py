@@ -16,12 +16,12 @@ from tests.builders import a_sample
 from tests.integration.cli.test_logprobs import log_probs_shifted_by_one, sampled
 from tests.scripted_engine import scripted
 from tests.vocabulary_once import tokenizer_of
-from worker.engines.pool import EnginePool, RetryPolicy
+from worker.engines.fleet.pool import EnginePool, RetryPolicy
 from worker.engines.sim.faults import FaultConfig
 from worker.engines.sim.http import port_of, serve
 from worker.engines.sim.policy import Policy
 from worker.engines.sim.server import SimEngine
-from worker.rescorer import QUEUE_SAMPLES, Rescorer
+from worker.members.rescorer import QUEUE_SAMPLES, Rescorer
 
 from .parts import wait_until
 

@@ -15,14 +15,14 @@ import pytest
 from redis import exceptions as redis_errors
 from structlog.testing import capture_logs
 
-import worker.reports
-import worker.shift
+import worker.members.reports
+import worker.members.shift
 from rollstream.errors import EngineFault, MemberReason, Report
 from rollstream.queue import calls
 from rollstream.wire import decode_header
 from tests.unit.worker.works import answer, plain
+from worker.members.work import Cause
 from worker.types import GenerateInput, GenerateOutput
-from worker.work import Cause
 
 from .parts import Gate, Run, a_run, wait_until
 
@@ -205,7 +205,7 @@ async def test_engines_that_are_behind_for_a_moment_after_an_update_are_not_miss
 async def test_without_a_healthy_engine_nothing_is_leased_and_nothing_is_charged(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.reports, "NO_ENGINE_DELAY_S", 0.0)
+    monkeypatch.setattr(worker.members.reports, "NO_ENGINE_DELAY_S", 0.0)
     gate = Gate()
     await run.enqueue(1, 2)
     await run.enqueue(2, 2)
@@ -326,7 +326,7 @@ async def test_an_attempt_is_cancelled_at_its_deadline_and_its_group_named_after
 async def test_an_attempt_that_ignores_its_cancellation_loses_its_slot(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.shift, "STRAY_AFTER_S", 0.1)
+    monkeypatch.setattr(worker.members.shift, "STRAY_AFTER_S", 0.1)
     release = asyncio.Event()
 
     async def stubborn(given: GenerateInput) -> GenerateOutput:

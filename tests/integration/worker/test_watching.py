@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollstream.assemble import assemble
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.sample import Sample
+from rollstream.trainer.assemble import assemble
 from tests.vocabulary_once import tokenizer_of
 from worker.engines.sim.numbers import ReplayConfig, routed_experts
 from worker.engines.sim.policy import Policy

@@ -11,7 +11,7 @@ from rollstream.cli.engine_check import engine_findings
 from rollstream.errors import ConfigError
 from rollstream.settings import EngineTable
 from rollstream.urls import checked_engines
-from worker.engines.discovery import NoAnswer, check_spec, engines_of, is_moving, workers_in
+from worker.engines.fleet.discovery import NoAnswer, check_spec, engines_of, is_moving, workers_in
 
 
 def router(**answers: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engines.limiter import Limiter
+from worker.engines.fleet.limiter import Limiter
 
 
 def test_limiter_without_a_bound_has_room_until_the_first_complaint() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollstream.errors import EngineFault, Withheld
-from worker.engines.logprob_mode import Mode, find_mode, mode_of, prompts
+from worker.engines.fleet.logprob_mode import Mode, find_mode, mode_of, prompts
 from worker.sampling import Sampling
 from worker.types import Completion, Finish, RequestIds
 

@@ -14,9 +14,9 @@ from rollstream.errors import ConfigError, EngineFault
 from rollstream.settings import Settings
 from tests.scripted_engine import a_reply
 from worker.engines.faults import Detail
-from worker.engines.replay import Asked, ReplayShape, RowShape, replay_shape
-from worker.engines.reply import read_reply
-from worker.engines.request import RequestWriter, body_bytes
+from worker.engines.protocol.replay import Asked, ReplayShape, RowShape, replay_shape
+from worker.engines.protocol.reply import read_reply
+from worker.engines.protocol.request import RequestWriter, body_bytes
 from worker.sampling import Sampling
 from worker.types import Completion, RequestIds
 

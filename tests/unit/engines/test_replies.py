@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from rollstream.errors import EngineFault
 from tests.scripted_engine import a_reply, a_vllm_completion, a_vllm_reply
 from worker.engines.faults import REPLIES, RULES, Action, Detail
-from worker.engines.http_base import Sent
-from worker.engines.replay import Asked, ReplayShape, RowShape
-from worker.engines.reply import read_reply
-from worker.engines.versions import VersionMap
-from worker.engines.vllm_reply import read_vllm_reply
-from worker.engines.vllm_request import Route
+from worker.engines.protocol.http_base import Sent
+from worker.engines.protocol.replay import Asked, ReplayShape, RowShape
+from worker.engines.protocol.reply import read_reply
+from worker.engines.protocol.versions import VersionMap
+from worker.engines.protocol.vllm_reply import read_vllm_reply
+from worker.engines.protocol.vllm_request import Route
 from worker.types import Completion, Finish
 
 RID, ENGINE, MAX_ID, NUM_PROMPT, BUDGET = "f" * 32, "http://e", 151668, 7, 8

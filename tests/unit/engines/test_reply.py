@@ -14,8 +14,8 @@ from rollstream.errors import EngineFault
 from rollstream.sample import UNKNOWN_VERSION, PrefixCacheInfo, SpecInfo
 from tests.scripted_engine import a_reply
 from worker.engines.faults import RULES, Detail
-from worker.engines.reply import read_reply
-from worker.engines.versions import VersionMap
+from worker.engines.protocol.reply import read_reply
+from worker.engines.protocol.versions import VersionMap
 from worker.types import Completion, Finish
 
 MAX_ID = 151668

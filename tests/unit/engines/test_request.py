@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from worker.engines.request import RequestWriter, body_bytes, body_length, new_rid
+from worker.engines.protocol.request import RequestWriter, body_bytes, body_length, new_rid
 from worker.sampling import Sampling
 from worker.types import RequestIds
 

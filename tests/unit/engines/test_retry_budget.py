@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engines.retry_budget import IN_HAND, WINDOW_S, RetryBudget
+from worker.engines.fleet.retry_budget import IN_HAND, WINDOW_S, RetryBudget
 
 
 class Clock:

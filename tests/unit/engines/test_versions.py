@@ -6,7 +6,7 @@ import pytest
 
 from rollstream.labels import between, is_between
 from rollstream.sample import UNKNOWN_VERSION
-from worker.engines.versions import BETWEEN_VERSIONS, VersionMap, recorded
+from worker.engines.protocol.versions import BETWEEN_VERSIONS, VersionMap, recorded
 
 
 @pytest.mark.parametrize("label", [between(0, 1), between(41, 42), between(7, 7)])

@@ -16,9 +16,9 @@ from rollstream.sample import Sample
 from tests.generate_stage import Asked, InProcess, Says, engine_of, given
 from tests.toy import A1, A2, HI, O1, P0, U1, toy_renderer
 from tests.unit.worker.works import a_book, a_rollout, a_work, an_env
-from worker.fidelity import Watch, WatchedEngine
 from worker.generate import finish, records
 from worker.generate.records import merge_records, record_call
+from worker.members.fidelity import Watch, WatchedEngine
 from worker.tito.divergence import resolve
 from worker.tito.merge import TurnRecord
 from worker.tito.trajectory import Trajectory

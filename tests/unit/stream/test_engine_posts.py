@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rollstream.engine_posts import Posted, post_all
+from rollstream.updates.engine_posts import Posted, post_all
 
 
 class Handler(BaseHTTPRequestHandler):

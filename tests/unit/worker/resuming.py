@@ -16,18 +16,18 @@ from rollstream.sample import Sample
 from tests.generate_stage import InProcess, Step
 from tests.toy import A1, HI, toy_renderer
 from tests.unit.worker.works import a_book, a_work, an_env, leased
-from worker.engines.request import new_rid
-from worker.fidelity import Fidelity
-from worker.gate import Gate, GatedEngine
+from worker.engines.protocol.request import new_rid
 from worker.generate import multi_turn
 from worker.generate.finish import finish
 from worker.generate.resumable import is_resumable
-from worker.parked import Parking, parked_body
-from worker.rollout import Rollout
+from worker.members.fidelity import Fidelity
+from worker.members.gate import Gate, GatedEngine
+from worker.members.parked import Parking, parked_body
+from worker.members.rollout import Rollout
+from worker.members.work import Ending, Work, leaves_of
 from worker.sampling import Sampling
 from worker.tito.load import render_prompt
 from worker.types import AssistantMessage, Completion, Limits, RequestIds, ToolCall
-from worker.work import Ending, Work, leaves_of
 
 
 class CallsInA1:

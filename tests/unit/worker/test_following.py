@@ -13,10 +13,10 @@ from rollstream.errors import RunMismatch
 from rollstream.link import Link
 from rollstream.queue.keys import MAX_ENGINES_BYTES
 from rollstream.sample import UNKNOWN_VERSION
-from worker.engines.states import EngineState, State
-from worker.following import Follower, engines_json, position_of
-from worker.gate import Gate, Position
-from worker.heart import RunView
+from worker.engines.fleet.states import EngineState, State
+from worker.members.gate import Gate, Position
+from worker.members.view import RunView
+from worker.process.following import Follower, engines_json, position_of
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from rollstream.errors import EngineFault, Withheld
 from tests.toy import A1, a_completion
 from worker.engines.faults import Detail
-from worker.gate import Gate, GatedEngine, GatedScores, Position
+from worker.members.gate import Gate, GatedEngine, GatedScores, Position
 from worker.sampling import Sampling
 from worker.types import Completion, RequestIds
 

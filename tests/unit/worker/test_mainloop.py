@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from worker import mainloop
+from worker.process import mainloop
 
 
 async def _in_a_task_of_its_own(error: BaseException) -> None:
@@ -61,7 +61,7 @@ def test_what_the_worker_itself_raises_ends_it(error: BaseException) -> None:
 
 LEFT_OVER = """
 import asyncio, time
-from worker import mainloop
+from worker.process import mainloop
 mainloop.CLOSE_S = 0.1
 
 async def stubborn():
@@ -92,7 +92,7 @@ def test_the_process_ends_although_a_task_and_a_thread_of_a_user_do_not() -> Non
 
 LATE_SIGNAL = """
 import asyncio, os, signal
-from worker import mainloop
+from worker.process import mainloop
 
 async def main():
     for number in (signal.SIGTERM, signal.SIGINT):

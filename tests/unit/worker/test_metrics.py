@@ -12,9 +12,9 @@ import pytest
 from rollstream.errors import DropReason, StopReason
 from rollstream.sample import Sample
 from tests.builders import a_sample
-from worker.engines.pool import OUTCOMES, EngineCounters, PoolCounters
-from worker.engines.states import State
-from worker.fidelity import Kind
+from worker.engines.fleet.pool import OUTCOMES, EngineCounters, PoolCounters
+from worker.engines.fleet.states import State
+from worker.members.fidelity import Kind
 from worker.telemetry.metrics import (
     DIVERGENCE_POLICIES,
     ENGINE_OUTCOMES,

@@ -11,12 +11,12 @@ from rollstream.queue.answers import Lease
 from rollstream.sample import Sample
 from tests.builders import a_sample
 from tests.unit.worker.works import a_book, a_work, an_env, leased
-from worker.gate import Gate, Position
-from worker.heart import RunView
-from worker.reports import Reporter, ReportLimits
+from worker.members.gate import Gate, Position
+from worker.members.reports import Reporter, ReportLimits
+from worker.members.view import RunView
+from worker.members.work import Ending, Work
 from worker.telemetry.metrics import Metrics
 from worker.telemetry.spans import SpanList
-from worker.work import Ending, Work
 
 
 class Sent:
@@ -57,7 +57,7 @@ class Desk:
     """A reporter, and members to report of."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("worker.reports.random.uniform", lambda a, b: 1.0)
+        monkeypatch.setattr("worker.members.reports.random.uniform", lambda a, b: 1.0)
         self.sent, self.gate, self.view = Sent(), Gate(), RunView()
         self.metrics = Metrics(version="0", wire=1, envs=["default"])
         self.left: list[Work] = []
@@ -131,7 +131,7 @@ async def test_what_stopped_an_attempt_is_told_by_when_it_stopped_not_by_when_it
         return spans
 
     def moves(position: Position, unix_s: float) -> None:
-        monkeypatch.setattr("worker.gate.time.time", lambda: unix_s)
+        monkeypatch.setattr("worker.members.gate.time.time", lambda: unix_s)
         desk.gate.move(position)
 
     moves(Position.ABORT, 100.0)
@@ -143,7 +143,8 @@ async def test_what_stopped_an_attempt_is_told_by_when_it_stopped_not_by_when_it
     assert [delay for _, _, delay, _ in desk.sent.failed] == [0.1, 0.1, 0.0, 0.1]
     assert desk.sent.parked == [0.2, 0.0, 0.2]
 
-    monkeypatch.setattr("worker.reports.time.time", lambda: 100.5)  # no call: its own end counts
+    # No call: its own end counts.
+    monkeypatch.setattr("worker.members.reports.time.time", lambda: 100.5)
     await desk.aborted(Report.BACK, key="no call", lifecycle={"attempt_end": 100.7})
     await desk.aborted(Report.BACK, key="no call, late", lifecycle={"attempt_end": 102.0})
     assert [delay for _, _, delay, _ in desk.sent.failed[-2:]] == [0.0, 0.1]

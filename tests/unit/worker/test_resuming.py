@@ -14,11 +14,11 @@ from tests.builders import a_prompt
 from tests.contract.rolls import Recorder
 from tests.generate_stage import Says
 from tests.toy import A1, A2, CLOSE, HI, O1, P0
-from worker.gate import Position
 from worker.generate import multi_turn, resumable, single_turn
+from worker.members.gate import Position
+from worker.members.work import leaves_of
 from worker.telemetry.spans import NoSpans
 from worker.types import GenerateInput, GenerateOutput
-from worker.work import leaves_of
 
 from .resuming import Member, sample_of
 

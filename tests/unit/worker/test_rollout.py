@@ -24,10 +24,10 @@ from rollstream.errors import (
 )
 from rollstream.group import PromptGroup, Trajectory
 from rollstream.sample import Sample
-from worker.groups import LONG_PROMPT_CHARS
+from worker.members.groups import LONG_PROMPT_CHARS
+from worker.members.work import Cause, Ending, leaves_of
 from worker.tito.ids import prompt_ids
 from worker.types import GenerateInput, GenerateOutput
-from worker.work import Cause, Ending, leaves_of
 
 from .works import PROMPT, a_book, a_rollout, a_work, an_env, answer, leased, plain
 
@@ -449,7 +449,7 @@ async def test_a_group_is_forgotten_with_its_last_member() -> None:
 
 
 def test_a_faults_message_is_bounded() -> None:
-    from worker.work import MAX_ERROR_CHARS, ending_of_fault
+    from worker.members.work import MAX_ERROR_CHARS, ending_of_fault
 
     ending = ending_of_fault(Sample(), AgentFault("x" * 10_000))
 
@@ -458,7 +458,7 @@ def test_a_faults_message_is_bounded() -> None:
 
 def test_startup_refuses_to_leave_the_distribution_unless_told(tmp_path: Path) -> None:
     from rollstream.settings import SamplingTable, Settings
-    from worker.startup import env_runtimes
+    from worker.process.startup import env_runtimes
 
     class Renderer:
         stop_token_ids = (2,)
@@ -475,7 +475,7 @@ def test_startup_refuses_to_leave_the_distribution_unless_told(tmp_path: Path) -
 
 def test_startup_gives_generate_functions_the_policy_of_rewritten_history() -> None:
     from rollstream.settings import Settings, WorkerTable
-    from worker.startup import env_runtimes
+    from worker.process.startup import env_runtimes
 
     class Renderer:
         stop_token_ids = (2,)

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from rollstream.settings import Settings
 from tests.unit.tito.families import toyvocab
 from tests.unit.tito.template.folder import backend
-from worker.startup import env_runtimes, warn_of_unseen_tools
+from worker.process.startup import env_runtimes, warn_of_unseen_tools
 from worker.tito.families import FAMILIES
 
 pytestmark = pytest.mark.xdist_group("families")

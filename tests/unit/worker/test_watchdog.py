@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples.devserver import die_with_parent
-from worker.watchdog import EXIT_STALLED, Watchdog
+from worker.process.watchdog import EXIT_STALLED, Watchdog
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 0.6
 PROGRAM = """
 import asyncio, sys, re, threading, time
 from rollstream.logs import configure
-from worker.watchdog import Watchdog
+from worker.process.watchdog import Watchdog
 
 async def main():
     dog = Watchdog({limit}, lease_s=lambda: 0.3, held=lambda: ["7:1:abc-1-1"], tick_s=0.05)

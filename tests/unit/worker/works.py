@@ -13,12 +13,12 @@ from rollstream.sample import Call, Sample
 from rollstream.wire import encode_prompt
 from tests.builders import a_prompt
 from worker.generate.finish import finish
-from worker.groups import GroupBook
-from worker.rollout import Rollout
+from worker.members.groups import GroupBook
+from worker.members.rollout import Rollout
+from worker.members.work import EnvRuntime, Work
 from worker.sampling import Sampling
 from worker.tito.ids import prompt_ids
 from worker.types import GenerateInput, GenerateOutput, Limits
-from worker.work import EnvRuntime, Work
 
 PROMPT = prompt_ids([1, 2, 3])
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..request import new_rid
+from ..protocol.request import new_rid
 from ..server_words import Refused, check_length, version_spans
 from .params import read_params
 from .task import Task

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..request import new_rid
+from ..protocol.request import new_rid
 from ..server_words import VllmRefused, vllm_check_length
 
 SAMPLING_KEYS: frozenset[str] = frozenset(

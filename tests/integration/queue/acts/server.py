@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 
-from rollstream.lineage import RunMissing
 from rollstream.queue import calls
 from rollstream.queue.keys import SCHEMA
+from rollstream.trainer.lineage import RunMissing
 from tests.integration.queue.acts.workers import WorkerActs
 from tests.integration.queue.invariants import Lineage
 from tests.integration.queue.model import LEASE_MS, Snapshot

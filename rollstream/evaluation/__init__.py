@@ -1,0 +1,1 @@
+"""Evaluations: groups of their own beside training."""

@@ -1,0 +1,1 @@
+"""One engine over HTTP: what SGLang and vLLM are asked, and what of their replies is believed."""

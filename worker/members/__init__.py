@@ -1,0 +1,1 @@
+"""Members on a worker: leased, run behind the gate, checked, reported, parked."""

@@ -1,0 +1,182 @@
+"""From the configuration to what a worker runs with: every name resolved, every value checked.
+
+Owns the checks before the first lease. Never talks to Redis or an engine. Invariant: whatever is
+wrong with a function, tool, reward, filter, tokenizer or sampling parameter is one `ConfigError`
+here, and nothing was leased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import structlog
+
+from rollstream.errors import ConfigError
+from rollstream.group import EnvRule
+from rollstream.parameters import off_problem
+from rollstream.settings import EnvTable, Settings
+
+from ..aggregate.judge import EnvJudge
+from ..aggregate.loader import load_filters
+from ..generate.loader import resolve_generate
+from ..generate.resumable import is_resumable
+from ..members.work import EnvRuntime, Scorer
+from ..sampling import Sampling
+from ..tools import load_tools
+from ..types import DivergencePolicy, Limits
+
+if TYPE_CHECKING:
+    from ..rewards import Scorer as RewardScorer
+    from ..tito.load import LoadedRenderer
+
+log = structlog.get_logger("worker")
+
+NO_REWARD = "none"
+"""`reward.kind` where the trainer scores."""
+UNSEEN_TOOLS = (
+    "the chat format does not show tool specs, so the model is not told that these tools exist: "
+    "describe them in the prompts' system message, or remove them"
+)
+
+
+def env_runtimes(
+    settings: Settings, renderer: LoadedRenderer, scorers: Mapping[str, Scorer | None]
+) -> dict[str, EnvRuntime]:
+    """Return every environment with its functions.
+
+    Args:
+        settings: all.
+        renderer: gives the ids that end a turn.
+        scorers: by environment; None where the trainer scores.
+
+    Raises:
+        ConfigError: the environment, what is wrong, and what to do.
+    """
+    envs = {}
+    for name, table in settings.envs().items():
+        try:
+            envs[name] = _env_runtime(settings, name, table, renderer, scorers[name])
+        except ConfigError as error:
+            raise ConfigError(f"environment {name!r}: {error}") from None
+    return envs
+
+
+def _env_runtime(
+    settings: Settings,
+    name: str,
+    table: EnvTable,
+    renderer: LoadedRenderer,
+    scorer: Scorer | None,
+) -> EnvRuntime:
+    sampling = base_sampling(settings, renderer.stop_token_ids).with_overrides(table.sampling)
+    off = tuple(sampling.off_distribution())
+    if off and not settings.sampling.allow_off_distribution:
+        raise ConfigError(f"sampling.{off_problem(off[0], getattr(sampling, off[0]))}")
+    worker, generate = settings.worker, resolve_generate(table.generate)
+    return EnvRuntime(
+        name=name,
+        generate=generate,
+        generate_path=table.generate,
+        resumable=is_resumable(generate),
+        limits=Limits(
+            max_turns=table.max_turns,
+            max_context=settings.model.max_context_tokens,
+            max_response=settings.sampling.max_response_tokens,
+            max_seq_len=worker.max_seq_len,
+            tool_timeout_s=worker.tool_timeout_s,
+            tool_output_chars=worker.tool_output_chars,
+            tool_output_side=worker.tool_output_side,
+            max_parallel_calls=worker.max_parallel_calls,
+            execute_last_turn=table.execute_last_turn,
+            on_divergence=DivergencePolicy(worker.on_divergence),
+        ),
+        sampling=sampling,
+        tools=load_tools(table.tools),
+        scorer=scorer,
+        marks=off,
+    )
+
+
+def warn_of_unseen_tools(envs: Mapping[str, EnvRuntime], renderer: LoadedRenderer) -> None:
+    """Say once which tools the model is not told of, because its chat format shows no specs."""
+    if renderer.shows_tools:
+        return
+    unseen = {name: sorted(env.tools) for name, env in envs.items() if env.tools}
+    if unseen:
+        log.warning(
+            "tools_not_shown_to_the_model",
+            renderer=renderer.name,
+            tools=sorted({tool for tools in unseen.values() for tool in tools}),
+            environments=sorted(unseen),
+            message=UNSEEN_TOOLS,
+        )
+
+
+def base_sampling(settings: Settings, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Return the run's parameters; the ids that end a turn of the chat format always stop."""
+    table = settings.sampling
+    own = tuple(i for i in table.stop_token_ids if i not in stop_token_ids)
+    return Sampling(
+        temperature=table.temperature,
+        max_new_tokens=table.max_new_tokens,
+        top_p=table.top_p,
+        top_k=table.top_k,
+        min_p=table.min_p,
+        stop=table.stop,
+        stop_token_ids=(*stop_token_ids, *own),
+    )
+
+
+def env_judges(settings: Settings) -> dict[str, EnvJudge]:
+    """Return how every environment's groups are judged.
+
+    Raises:
+        ConfigError: a filter that is unknown, wrong, or cannot be imported.
+    """
+    judges = {}
+    for name, table in settings.envs().items():
+        try:
+            filters = load_filters(table.filters, std_threshold=settings.aggregator.std_threshold)
+        except ConfigError as error:
+            raise ConfigError(f"environment {name!r}: {error}") from None
+        judges[name] = EnvJudge(
+            name=name,
+            rule=EnvRule(table.reward.key, needs_reward=table.reward.kind != NO_REWARD),
+            filters=filters,
+            min_samples=settings.aggregator.min_samples,
+            filter_timeout_s=settings.aggregator.filter_timeout_s,
+        )
+    return judges
+
+
+def build_scorers(
+    settings: Settings, renderer: LoadedRenderer, incarnation: str
+) -> dict[str, RewardScorer | None]:
+    """Return every environment's scorer, not started.
+
+    Raises:
+        ConfigError: a reward that is unknown or cannot be imported.
+    """
+    from ..rewards import build_scorer
+
+    scorers: dict[str, RewardScorer | None] = {}
+    rq_url = settings.rq.url
+    for name, table in settings.envs().items():
+        if table.reward.kind == NO_REWARD:
+            scorers[name] = None
+            continue
+        try:
+            scorers[name] = build_scorer(
+                table.reward,
+                redis_url=settings.redis_url(),
+                rq_url=None if rq_url is None else rq_url.get_secret_value(),
+                run=settings.run.name,
+                incarnation=incarnation,
+                run_seed=settings.run.seed,
+                renderer=renderer,
+                ca=None if settings.redis.ca is None else str(settings.redis.ca),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"environment {name!r}: {error}") from None
+    return scorers
