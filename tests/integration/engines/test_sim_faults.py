@@ -357,6 +357,25 @@ async def test_scored_prompt_is_of_the_weights_of_today(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_change_is_not_made_up_for_a_request_that_saw_a_real_one(
+    policy: Policy, kind: str
+) -> None:
+    async with sim_server(policy, latency_s=60.0, version="6") as sim:
+        await order(sim, "version_change", "version_change")
+        asked = [asyncio.create_task(sim.ask(kind, PROMPT, num=6, rid=rid)) for rid in "ab"]
+        await sim.flying(2)
+        sim.now_s += 30.0
+        name = {"new_version": "6~7", "abort_all_requests": False}  # as an update in `keep` does
+        assert (await sim.post("/update_weight_version", name)).status_code == 200
+        for key, flight in list(sim.engine.core.flights.items()):
+            sim.engine.core._land(key, flight)
+        for reply in await asyncio.gather(*asked):
+            body = reply.json()
+            spans = (body["choices"][0] if kind == "vllm" else body["meta_info"])["weight_versions"]
+            assert [span["version"] for span in spans] == ["6", "6~7"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_weights_that_were_pushed_sample_under_the_old_label_until_somebody_names_them(
     policy: Policy, kind: str
 ) -> None:

@@ -230,14 +230,25 @@ class SimCore:
         if flight.fault is Fault.RESET:
             flight.exchange.drop()
             return
-        self._deliver(flight, flight.cut, self._end(flight))
+        try:
+            self._deliver(flight, flight.cut, self._end(flight))
+        except BaseException:
+            # Nobody else ever would: a broken engine breaks its connections.
+            flight.exchange.drop()
+            raise
 
     def _deliver(self, flight: Flight, num: int, end: End) -> None:
-        if flight.fault is Fault.VERSION_CHANGE and num > 1:
+        if flight.fault is Fault.VERSION_CHANGE and num > 1 and self._stood_still(flight):
             flight.changes.insert(0, (str(int(self.weight_version) - 1), num // 2))
             flight.weight_changes.insert(0, (str(int(self.weights) - 1), num // 2))
         self.counts[f"finish_{end.kind}"] += 1
         flight.answer(flight, num, end)
+
+    def _stood_still(self, flight: Flight) -> bool:
+        """Return whether a change can be made up: none happened, and both names are numbers."""
+        if flight.changes or flight.weight_changes:
+            return False
+        return self.weight_version.isdigit() and self.weights.isdigit()
 
     def _end(self, flight: Flight) -> End:
         fault, reply = flight.fault, flight.reply
