@@ -311,8 +311,8 @@ class EnginePool:
         counters, limiter = member.counters, member.limiter
         counters.requests[completion.finish.value] += 1
         member.failures_in_row = 0
+        limiter.answered(counters.in_flight + 1)
         if limiter.limit != NEVER:
-            limiter.answered(counters.in_flight + 1)
             counters.limit = limiter.shown
             self._entrance.serve()
         if member.mode_name:
