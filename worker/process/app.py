@@ -61,6 +61,10 @@ LOOK_INTERVAL_S = 1.0
 log = structlog.get_logger("worker")
 
 
+class _StoppedEarly(Exception):
+    """A signal came while the worker was starting: it ends as if it had done its work."""
+
+
 class Worker:
     """One worker process."""
 
@@ -103,7 +107,13 @@ class Worker:
         """
         async with self._closing:
             self._watch_signals()
-            await self._start()
+            try:
+                await self._start()
+            except (_StoppedEarly, ConnectionError):
+                if not self._stop.is_set():
+                    raise
+                log.info("stopped", run_state="unknown")
+                return
             state = await self._work()
             if self._stalled is not None:
                 raise self._stalled
@@ -257,13 +267,30 @@ class Worker:
 
     async def _reach_engine(self, pool: EnginePool) -> None:
         limit = time.monotonic() + REACH_S
-        while not await pool.probe():
-            if time.monotonic() >= limit or self._stop.is_set():
+        while not await self._unless_stopped(pool.probe()):
+            if time.monotonic() >= limit:
                 raise ConnectionError(
                     f"no engine answers as it should (asked for {REACH_S:g} s): {pool.said()}; "
                     "start one, or check engine.urls"
                 )
             await asyncio.sleep(0.2)
+
+    async def _unless_stopped(self, asking: Coroutine[Any, Any, bool]) -> bool:
+        """Return what is asked for.
+
+        Raises:
+            _StoppedEarly: a signal came before it was known.
+        """
+        asked = asyncio.create_task(asking)
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((asked, stop), return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                raise _StoppedEarly
+            return asked.result()
+        finally:
+            asked.cancel()
+            stop.cancel()
 
     async def _listen(self) -> None:
         table = self._settings.telemetry

@@ -341,6 +341,17 @@ async def test_pause_that_begins_among_the_questions_is_a_pause_and_no_outage() 
         assert (await ask(pool)).logprob_mode == "raw"
 
 
+async def test_engine_that_is_too_busy_for_questions_is_used() -> None:
+    async with (
+        scripted(hang) as engine,
+        a_pool(engine.url, check_logprobs=True, request_timeout_s=0.3, abort_wait_s=0.1) as pool,
+    ):
+        assert await pool.probe()  # it says that it is there and not paused: its queue is long
+        assert pool.healthy()
+        engine.steps[:] = [a_reply()]
+        assert (await ask(pool)).logprob_mode == "temperature"
+
+
 async def test_engine_that_says_nothing_of_its_log_probs_is_used() -> None:
     sure = one_token("none", a_reply())
 

@@ -90,11 +90,12 @@ class Trainer(threading.Thread):
 
 @contextlib.contextmanager
 def slow_engine(folder: Path, vocabulary: Path, latency_s: float) -> Iterator[str]:
-    """A simulated engine whose replies take so long."""
+    """A simulated engine whose replies of 16 tokens take so long, each token its part of it."""
     url, log = f"http://127.0.0.1:{(port := free_port())}", folder / "sim.log"
     process = start(
         "worker.engines.sim", "--port", str(port), "--tokenizer", str(vocabulary),
-        "--latency-median-s", str(latency_s), "--latency-sigma", "0", log=log,
+        "--latency-median-s", "0.01", "--latency-sigma", "0", "--token-s", str(latency_s / 16),
+        log=log,
     )  # fmt: skip
     try:
         wait_for_url(f"{url}/model_info", process, log)

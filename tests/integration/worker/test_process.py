@@ -292,6 +292,27 @@ async def test_a_worker_says_once_at_start_which_tools_its_model_is_not_told_of(
     assert "calculator" in lines[0]
 
 
+async def test_a_worker_that_is_told_to_end_while_it_starts_has_not_failed(
+    run: Run, options: Options, tmp_path: Path
+) -> None:
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()  # until the worker gives up on it
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        given = options(run.url, engine__urls=f"http://127.0.0.1:{port}")
+        with workers(tmp_path, 1, given, ready=False) as (one,):
+            async with asyncio.timeout(45):
+                await asked.wait()
+            one.process.send_signal(signal.SIGTERM)
+            code = await asyncio.to_thread(one.process.wait, 15)
+    assert code == 0, one.log.read_text()
+
+
 async def test_a_worker_ends_with_the_reason_of_a_run_that_failed(
     run: Run, options: Options, tmp_path: Path
 ) -> None:

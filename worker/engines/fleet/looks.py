@@ -36,7 +36,7 @@ FOLLOW_S = 0.05
 FOLLOW_PAUSED_S = 0.5
 LOOKS_BEFORE_DOWN = 3
 """So many looks in a row without an answer put an engine aside: it may just be slow to answer."""
-MODE_TIMEOUT_S = 30.0
+MODE_TIMEOUT_S = 10.0
 """Of the questions about log-probs: an engine that is busy with others' calls queues them."""
 
 _ACTIONS: dict[str, str] = {
@@ -226,10 +226,17 @@ class Looks:
             Withheld: nothing is to be sampled by now.
         """
         client, limit_s = member.client, min(MODE_TIMEOUT_S, self._policy.request_timeout_s)
-        async with self.passage():
-            mode = await find_mode(
-                client, questions.max_token_id, timeout_s=limit_s, flights=member.flights
-            )
+        try:
+            async with self.passage():
+                mode = await find_mode(
+                    client, questions.max_token_id, timeout_s=limit_s, flights=member.flights
+                )
+        except EngineFault as error:
+            # Who answers looks and is not paused is busy: its queue may be longer than that, and a
+            # fleet at full load would take no worker more.
+            if error.detail != Detail.TIMEOUT or (await client.look()).paused:
+                raise
+            mode = Mode.UNDECIDED
         names = {Mode.SCALED: questions.scaled_name, Mode.RAW: "raw", Mode.UNDECIDED: ""}
         member.mode, member.mode_name = mode, names[mode]
         if mode is Mode.RAW and questions.scaled:
