@@ -26,6 +26,7 @@ async def clock_of(run: Run) -> int:
     return info.clock_ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 async def test_a_lease_that_gets_shorter_expires_under_no_worker_that_lives(
     valkey_url: str, run_name: str, change: str

@@ -219,6 +219,7 @@ async def test_no_lease_is_older_than_a_lease_and_a_beat_after_its_container_was
 
 
 # --- 28: celery/celery#2219, #9674, #1700 --------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_producer_killed_between_groups_and_a_poison_member_hang_nobody(
     valkey_url: str, run_name: str, tmp_path: Path

@@ -102,6 +102,7 @@ class Walk:
             raise AssertionError(f"handed out after everything was trained: {batch.group_indexes}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_trainer_trains_every_group_once_through_deaths_checkpoints_and_rollbacks(
     valkey_url: str, run_name: str, connect: Connect, seed: int

@@ -27,6 +27,7 @@ def server() -> Iterator[DevServer]:
         thaw(server)
 
 
+@pytest.mark.slow
 def test_a_silent_server_holds_a_trainer_no_longer_than_the_trainer_wants(
     server: DevServer, run_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def events_of(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{"]
 
 
+@pytest.mark.slow
 async def test_a_full_server_is_one_alarm_and_what_runs_ends_control_works_and_it_goes_on(
     server: DevServer, run_name: str, tmp_path: Path
 ) -> None:

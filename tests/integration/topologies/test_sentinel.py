@@ -149,6 +149,7 @@ def counters_of(backstage: Backstage) -> dict[str, int]:
         return {}
 
 
+@pytest.mark.slow
 def test_connections_leave_a_frozen_master_and_do_not_return_when_it_wakes(
     watched: Watched, run_name: str
 ) -> None:

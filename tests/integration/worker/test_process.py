@@ -80,6 +80,7 @@ async def all_ready(run: Run, groups: int) -> None:
     await run.audit()
 
 
+@pytest.mark.slow
 async def test_members_of_a_killed_worker_are_run_again_and_every_group_lands_once(
     run: Run, options: Options, tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ async def test_sigterm_parks_what_runs_where_samples_may_go_on_elsewhere(
     await run.audit()
 
 
+@pytest.mark.slow
 async def test_a_worker_outlives_a_restart_of_redis_in_the_middle_of_its_samples(
     run_name: str, options: Options, tmp_path: Path
 ) -> None:
@@ -168,6 +170,7 @@ async def test_a_worker_outlives_a_restart_of_redis_in_the_middle_of_its_samples
     assert (said.count("redis_away"), said.count("redis_back")) == (1, 1)
 
 
+@pytest.mark.slow
 async def test_a_worker_charges_nobody_for_an_engine_that_is_away(
     run: Run, options: Options, tmp_path: Path, vocabulary: Path
 ) -> None:
@@ -338,6 +341,7 @@ async def test_an_aggregator_of_its_own_needs_neither_engine_nor_tokenizer(
     assert code == 0, one.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["reject", "fork", "keep_prefix"])
 async def test_a_client_that_rewrites_its_history_is_counted_and_never_a_crash(
     run: Run, options: Options, tmp_path: Path, policy: str

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from examples.devserver import die_with_parent
 from worker.process.watchdog import EXIT_STALLED, Watchdog
 
@@ -83,6 +85,7 @@ def test_c_code_that_keeps_the_interpreter_ends_the_process_with_its_stacks() ->
     assert "in work" in said
 
 
+@pytest.mark.slow
 def test_a_process_that_was_frozen_for_longer_than_the_limit_goes_on() -> None:
     # Its loop is busy with its own work before and after: the watchdog looks again before it turns.
     body = """
@@ -116,6 +119,7 @@ def test_a_loop_that_waits_in_a_debugger_is_left_alone() -> None:
     assert said.endswith("done\n")
 
 
+@pytest.mark.slow
 def test_a_full_standard_error_does_not_keep_the_process_from_ending() -> None:
     # Nobody reads the pipe: the loop blocks in its own write, and so would the last words.
     with a_process("while True: sys.stderr.write('x' * 4096)") as process:
