@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
-from types import FrameType
 
 from tests.e2e.chaos.options import VOCABULARY, parse
 from tests.e2e.chaos.report import say
-
-EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+from tests.e2e.command import EXIT_INTERRUPTED, EXIT_WRONG, end_on_sigterm
 
 
 def main() -> int:
@@ -28,7 +21,7 @@ def main() -> int:
     from tests.e2e.chaos.run import Chaos
     from tests.e2e.chaos.stage import ChaosFailed
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on_sigterm()
     chaos = Chaos(options)
     try:
         report = chaos.run()

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
-import signal
 import sys
 import time
-from pathlib import Path
-from types import FrameType
 
 from examples.demo.children import ChildFailed
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
+from tests.e2e.command import EXIT_INTERRUPTED, EXIT_WRONG, end_on_sigterm, new_folder
 from tests.e2e.resume.cast import RUN
 from tests.e2e.resume.director import Broken, Director
 from tests.e2e.resume.options import ROOT, VOCABULARY, parse
 from tests.e2e.resume.storage import Storage
 from tests.e2e.resume.summary import summarize
 
-EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
 KEPT_RUNS = 5
 BY_A_REWIND = frozenset({"seen", "withdrawn", "run_aborted"})
 """Drops after which the prompt comes again, or that say that it was trained."""
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -35,8 +26,8 @@ def main() -> int:
     if not VOCABULARY.exists():
         sys.stderr.write(f"resume: there is no {VOCABULARY}; run make setup\n")
         return EXIT_WRONG
-    signal.signal(signal.SIGTERM, _interrupt)
-    folder = new_folder(ROOT / "out" / "resume")
+    end_on_sigterm()
+    folder = new_folder(ROOT / "out" / "resume", kept=KEPT_RUNS)
     started = time.monotonic()
     storage = Storage()
     try:
@@ -74,17 +65,6 @@ def last_look(url: str) -> tuple[frozenset[int], list[str]]:
     finally:
         queue.close()
     return frozenset(int(drop["group_index"]) for drop in drops), problems
-
-
-def new_folder(above: Path) -> Path:
-    """Return a new folder; of the older ones the latest few are kept."""
-    above.mkdir(parents=True, exist_ok=True)
-    older = sorted(above.iterdir(), key=lambda path: path.stat().st_mtime)
-    for path in older[: -KEPT_RUNS + 1]:
-        shutil.rmtree(path, ignore_errors=True)
-    folder = above / secrets.token_hex(4)
-    folder.mkdir()
-    return folder
 
 
 if __name__ == "__main__":
