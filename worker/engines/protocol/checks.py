@@ -1,6 +1,6 @@
 """What every protocol's replies are held against: ids, log-probs, version spans, error bodies.
 
-Owns the checks that do not depend on whose words a reply is written in. Never parses a reply.
+Owns what does not depend on whose words a reply is written in. Never knows a protocol's fields.
 Invariant: what passes here may be trained on; what does not is an `EngineFault`, and its tokens are
 discarded.
 
@@ -10,15 +10,17 @@ Axes: C sampled tokens of one reply.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
 from rollstream.sample import UNKNOWN_VERSION, LogProbs, TokenIds
 
-from ..faults import MESSAGE_CHARS, Detail, fault
+from ..faults import MESSAGE_CHARS, Detail, detail_of_status, fault
 from .versions import VersionMap
+
+Reply = TypeVar("Reply")
 
 LOGPROB_EPSILON = 1e-4
 """A log-prob may exceed 0 by this: rounding of a float32 log-softmax, with room to spare."""
@@ -32,12 +34,27 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What a body raises that is no JSON of ours; brackets may nest deeper than Python's stack."""
 
 
-class VersionSpan(Protocol):
-    """One entry of a reply's `weight_versions`."""
+class VersionSpan(msgspec.Struct, gc=False):
+    """One entry of a reply's `weight_versions`, alike in both protocols."""
 
     version: str | int | None
     start: int
     end: int
+
+
+def decoded(status: int, raw: bytes, decoder: msgspec.json.Decoder[Reply], engine: str) -> Reply:
+    """Return the reply that a body is, where it is one.
+
+    Raises:
+        EngineFault: another status than 200, no JSON, or JSON of another shape.
+    """
+    if status != 200:
+        message = error_text(raw)
+        raise fault(detail_of_status(status, message), f"{engine} answered {status}: {message}")
+    try:
+        return decoder.decode(raw)
+    except UNREADABLE as error:
+        raise fault(Detail.BAD_REPLY, f"{engine}: {error}: {error_text(raw)}") from None
 
 
 def error_text(raw: bytes) -> str:
@@ -58,6 +75,15 @@ def check_count(num_sampled: int, max_new_tokens: int | None, engine: str) -> No
         raise fault(
             Detail.BAD_REPLY,
             f"{engine} sampled {num_sampled} tokens where {max_new_tokens} were permitted",
+        )
+
+
+def check_lengths(num_ids: int, num_log_probs: int, num_said: int | None, engine: str) -> None:
+    """Refuse ids and log-probs that are not equally many, or not as many as the engine says."""
+    if num_log_probs != num_ids or (num_said is not None and num_said != num_ids):
+        raise fault(
+            Detail.LOGPROB_LENGTH_MISMATCH,
+            f"{engine}: {num_ids} ids, {num_log_probs} log-probs, completion_tokens {num_said}",
         )
 
 

@@ -18,14 +18,15 @@ from rollstream.sample import PrefixCacheInfo, SpecInfo
 from ...types import Completion, Finish
 from ..faults import Detail, detail_of_status, fault
 from .checks import (
-    UNREADABLE,
+    VersionSpan,
     check_count,
+    check_lengths,
     check_prompt,
     check_same_ids,
     checked_ids,
     checked_log_probs,
     counter,
-    error_text,
+    decoded,
     version_spans,
 )
 from .replay import Asked, ReplayFields, read_experts, read_indexer
@@ -39,12 +40,6 @@ class _Entry(msgspec.Struct, array_like=True, gc=False):
     log_prob: float | None
     token_id: int
     text: str | None = None
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str | int | None
-    start: int
-    end: int
 
 
 class _FinishReason(msgspec.Struct, gc=False):
@@ -62,7 +57,7 @@ class _Meta(ReplayFields, gc=False):
     cached_tokens: int | None = None
     output_token_logprobs: list[_Entry] | None = None
     weight_version: str | int | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
     spec_num_correct_drafts: int | None = None
     spec_num_proposed_drafts: int | None = None
     spec_accept_token_num: int | None = None
@@ -109,13 +104,7 @@ def read_reply(
     Raises:
         EngineFault: by the table in `faults`.
     """
-    if status != 200:
-        message = error_text(raw)
-        raise fault(detail_of_status(status, message), f"{engine} answered {status}: {message}")
-    try:
-        reply = _DECODER.decode(raw)
-    except UNREADABLE as error:
-        raise fault(Detail.BAD_REPLY, f"{engine}: {error}: {error_text(raw)}") from None
+    reply = decoded(status, raw, _DECODER, engine)
     meta = reply.meta_info
     if meta.id is not None and meta.id != rid:
         raise fault(
@@ -193,12 +182,7 @@ def _plain(reply: _Reply, engine: str) -> tuple[list[int], list[_Entry]]:
     entries = meta.output_token_logprobs or []
     entry_ids = [entry.token_id for entry in entries]
     ids = entry_ids if reply.output_ids is None else reply.output_ids
-    num_said = meta.completion_tokens
-    if len(ids) != len(entries) or (num_said is not None and num_said != len(ids)):
-        raise fault(
-            Detail.LOGPROB_LENGTH_MISMATCH,
-            f"{engine}: {len(ids)} ids, {len(entries)} log-probs, completion_tokens {num_said}",
-        )
+    check_lengths(len(ids), len(entries), meta.completion_tokens, engine)
     check_same_ids(ids, entry_ids, engine)
     return ids, entries
 

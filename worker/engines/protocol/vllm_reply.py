@@ -15,16 +15,17 @@ import msgspec
 from rollstream.sample import PrefixCacheInfo, SpecInfo
 
 from ...types import Completion, Finish
-from ..faults import Detail, detail_of_status, fault
+from ..faults import Detail, fault
 from .checks import (
-    UNREADABLE,
+    VersionSpan,
     check_count,
+    check_lengths,
     check_prompt,
     check_same_ids,
     checked_ids,
     checked_log_probs,
     counter,
-    error_text,
+    decoded,
     version_spans,
 )
 from .replay import read_experts_npy
@@ -51,12 +52,6 @@ class _LogProbs(msgspec.Struct, gc=False):
     tokens: list[str] | None = None
 
 
-class _Span(msgspec.Struct, gc=False):
-    version: str | int | None
-    start: int
-    end: int
-
-
 class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     finish_reason: str | None = None
@@ -65,7 +60,7 @@ class _Choice(msgspec.Struct, gc=False):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     logprobs: _LogProbs | None = None
     routed_experts: msgspec.Raw = msgspec.Raw()
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _PromptDetails(msgspec.Struct, gc=False):
@@ -126,13 +121,7 @@ def read_vllm_reply(
         EngineFault: by the table in `faults`.
     """
     engine = sent.engine
-    if status != 200:
-        message = error_text(raw)
-        raise fault(detail_of_status(status, message), f"{engine} answered {status}: {message}")
-    try:
-        reply = _DECODER.decode(raw)
-    except UNREADABLE as error:
-        raise fault(Detail.BAD_REPLY, f"{engine}: {error}: {error_text(raw)}") from None
+    reply = decoded(status, raw, _DECODER, engine)
     choice = _choice(reply, sent, ID_PREFIXES[route])
     finish = _finish(choice, engine)
     plain_ids = choice.token_ids or []
@@ -204,11 +193,7 @@ def _log_probs(
 ) -> list[float | None]:
     """Return the log-probs, as many as ids, and of these ids wherever the reply says so."""
     values, named = _entries(given or _LogProbs())
-    if len(values) != len(ids) or (num_said is not None and num_said != len(ids)):
-        raise fault(
-            Detail.LOGPROB_LENGTH_MISMATCH,
-            f"{engine}: {len(ids)} ids, {len(values)} log-probs, completion_tokens {num_said}",
-        )
+    check_lengths(len(ids), len(values), num_said, engine)
     if named != ids:
         _refuse_ids(ids, named, engine)
     return values
