@@ -12,7 +12,7 @@ from typing import Any
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.runs import OUTAGES
-from tests.backstage import wait_until
+from tests.backstage import Backstage, wait_until
 
 
 class Hand:
@@ -82,3 +82,29 @@ def an_engine(url: str, state: str = "up", version: int | None = 0) -> dict[str,
     """Return what a worker says of one engine."""
     return {"url": url, "kind": "sglang", "state": state, "version": version, "in_flight": 1,
             "limit": 0}  # fmt: skip
+
+
+def info_of(run: Backstage) -> Any:
+    info = run.queue.info()
+    assert info is not None
+    return info
+
+
+def ops(run: Backstage) -> list[str]:
+    _, entries = run.queue.read_control("0", block_s=0)
+    return [f"{e['op']} {e['arg']}".strip() for e in entries if e["op"] != "connect"]
+
+
+def told(label: str) -> tuple[str, object]:
+    """Return what an engine gets that is told its label."""
+    return "/update_weight_version", {"new_version": label, "abort_all_requests": False}
+
+
+def finish(run: Backstage, *group_indexes: int) -> None:
+    """Finish groups by a worker that then leaves: it would have to obey pauses, too."""
+    run.finish(*group_indexes)
+    run.queue.call(calls.present("worker", run.worker, leaving=True))
+
+
+def audited(run: Backstage) -> None:
+    assert run.queue.call(calls.audit(deep=True)).problems == []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -20,12 +19,6 @@ from tests.integration.stream.test_evaluate import at_work, nothing_left
 from tests.unit.stream.test_engine_posts import engines
 
 Hire = Callable[..., Hand]
-
-
-@pytest.fixture
-def hire(run: Backstage, valkey_url: str) -> Iterator[Hire]:
-    with ExitStack() as stack:
-        yield lambda **how: stack.enter_context(Hand(valkey_url, run.queue.run, **how))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from rollstream.queue import calls
 from rollstream.stream import GroupStream
 from rollstream.trainer.control import PauseMode
 from tests.backstage import Backstage
+from tests.integration.stream.crew import audited
 from tests.proxy import Proxy
 
 Connect = Callable[..., GroupStream]
@@ -27,10 +28,6 @@ def state_of(run: Backstage) -> str:
 def ops(run: Backstage) -> list[str]:
     _, entries = run.queue.read_control("0", block_s=0)
     return [f"{entry['op']} {entry['arg']}" for entry in entries]
-
-
-def audited(run: Backstage) -> None:
-    assert run.queue.call(calls.audit(deep=True)).problems == []
 
 
 # --- pause and resume ----------------------------------------------------------------------------

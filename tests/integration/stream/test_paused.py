@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from tests.integration.stream.crew import Hand, an_engine
 
 Connect = Callable[..., GroupStream]
 Hire = Callable[..., Hand]
-
-
-@pytest.fixture
-def hire(run: Backstage, valkey_url: str) -> Iterator[Hire]:
-    with ExitStack() as stack:
-        yield lambda **how: stack.enter_context(Hand(valkey_url, run.queue.run, **how))
 
 
 def test_a_wait_does_not_stall_while_this_trainer_has_paused_the_run(

@@ -13,6 +13,7 @@ from rollstream.queue import calls
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage
 from tests.builders import a_sample
+from tests.integration.stream.crew import audited
 
 Connect = Callable[..., GroupStream]
 
@@ -25,10 +26,6 @@ def opened(run: Backstage, on_stale: str, **budgets: Any) -> Backstage:
 def at(version: int) -> Callable[[int, int], Any]:
     """Make trajectories that one version sampled."""
     return lambda group_index, member: a_sample(group_index, member, versions=version)
-
-
-def audited(run: Backstage) -> None:
-    assert run.queue.call(calls.audit(deep=True)).problems == []
 
 
 def buffered(run: Backstage, connect: Connect) -> GroupStream:
