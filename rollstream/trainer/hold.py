@@ -142,6 +142,11 @@ class Hold:
         self._next_pulse_mono_s = 0.0
         self.intake.page_again()
 
+    def mark_paused(self, here: bool) -> None:
+        """Note whether this process has the run paused; what was seen before says it no more."""
+        self.paused_here = here
+        self._next_pulse_mono_s = 0.0
+
     def is_complete(self) -> bool:
         """Return whether no prompt is missing: each is ended or in hand, as Redis says right now.
 

@@ -72,7 +72,7 @@ class Pausing:
             self._was_here = hold.paused_here
             self._standing = hold.patiently(self._lasting_pause, timeout_s)
             answers = hold.patiently(lambda: control.change_all(hold, [*before, pause]), timeout_s)
-            hold.paused_here = True
+            hold.mark_paused(True)
         self._seq = answers[-1].control_seq
 
     def _lasting_pause(self) -> ScriptCall[ControlAnswer] | None:
@@ -160,7 +160,7 @@ class Pausing:
 
     def ended(self) -> None:
         """Count the pause as ended."""
-        self._hold.paused_here = self._was_here
+        self._hold.mark_paused(self._was_here)
 
     def undo(self) -> None:
         """Let the run go on, with the version that it has; what prevents that is logged."""
@@ -170,7 +170,7 @@ class Pausing:
         )  # fmt: skip
         try:
             with self._lock:
-                hold.paused_here = self._was_here
+                hold.mark_paused(self._was_here)
                 hold.patiently(self._end_of_ours, UNDO_TIMEOUT_S)
         except ConsumerTaken:
             log.warning("the pause is left to the trainer that took the run over")

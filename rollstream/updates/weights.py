@@ -172,14 +172,14 @@ class Weights:
         with self._lock:
             pause = calls.pause(mode, deadline_s, self._hold.lineage.consumer)
             self._live([pause], timeout_s)
-            self._hold.paused_here = True
+            self._hold.mark_paused(True)
 
     def resume(self, timeout_s: float) -> None:
         """See `GroupStream.resume`."""
         self._refuse_inside()
         with self._lock:
             self._live([calls.resume()], timeout_s)
-            self._hold.paused_here = False
+            self._hold.mark_paused(False)
 
     def _refuse_inside(self) -> None:
         if self._busy.locked():

@@ -35,10 +35,17 @@ def serving(handle: Callable[[Exchange], None]) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{port_of(server)}"
     finally:
-        loop.call_soon_threadsafe(server.close)
+        asyncio.run_coroutine_threadsafe(_settle(server), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def _settle(server: asyncio.Server) -> None:
+    """Close, and see what clients closed: a loop that ends before leaves their sockets open."""
+    server.close()
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,19 @@ def test_a_wait_does_not_stall_while_this_trainer_has_paused_the_run(
     assert "paused" not in found[0]
 
 
+def test_what_was_seen_before_a_resume_is_not_said_behind_it(
+    run: Backstage, connect: Connect
+) -> None:
+    stream = connect()
+    run.enqueue(0)
+    stream.pause()
+    stream._hold.pulse()  # it has seen the pause, and looks again only a while later
+    stream.resume()
+    with pytest.raises(StreamStalled) as caught:
+        stream.next_batch(1, 0.01)
+    assert "paused" not in str(caught.value)
+
+
 def test_a_wait_goes_on_over_an_update_in_another_thread(run: Backstage, connect: Connect) -> None:
     stream = connect()
     run.enqueue(0)
