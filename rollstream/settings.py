@@ -217,7 +217,9 @@ class EnvTable(Table):
     n_samples_per_prompt: int = Field(8, ge=1, le=4096)
     """Samples of each prompt; default `producer.n_samples_per_prompt`."""
     generate: str = "multi_turn"
-    """`single_turn`, `multi_turn` or a dotted path; default `worker.generate`."""
+    """`single_turn`, `multi_turn`, `agent` or a dotted path; default `worker.generate`."""
+    agent: str = ""
+    """With `agent`: the function that runs it; default `worker.agent`."""
     max_turns: int = Field(8, ge=1)
     """Engine calls a trajectory may make; default `worker.max_turns`."""
     tools: tuple[str, ...] = ()
@@ -271,7 +273,10 @@ class WorkerTable(Table):
     concurrency: int = Field(256, ge=1, le=8192)
     """Samples that run at once in one process."""
     generate: str = "multi_turn"
-    """`single_turn`, `multi_turn`, `pkg.module:name` or `PATH.py:name`."""
+    """`single_turn`, `multi_turn`, `agent`, `pkg.module:name` or `PATH.py:name`."""
+    agent: str = ""
+    """With `agent`: the function that runs it, `pkg.module:name` or `PATH.py:name`; it is given the
+    URL of a chat API (docs/agents.md)."""
     max_turns: int = Field(8, ge=1)
     """Engine calls that a trajectory may make."""
     tools: tuple[str, ...] = ()
@@ -393,6 +398,47 @@ class TelemetryTable(Table):
     the background: `rollout_logprob_difference`."""
 
 
+class GatewayTable(Table):
+    """The chat API that agents call (`generate = "agent"`), served by every worker."""
+
+    host: str = "127.0.0.1"
+    """Address that it listens on; `0.0.0.0` for agents on other machines."""
+    port: int = Field(9500, ge=0, le=65535)
+    """A port in use takes the next free one and says so; 0 takes any."""
+    public_url: str = ""
+    """What agents elsewhere call this worker by (`http://10.0.0.7:{port}`); empty is host and port.
+    `{port}` becomes the port that was taken."""
+    session: Literal["linear", "tree"] = "linear"
+    """`linear`: a sample is one line of calls. `tree`: sub-agents and branches are leaves, and the
+    result is a list of samples."""
+    on_divergence: Literal["reject", "fork", "keep_prefix"] = "keep_prefix"
+    """With `linear`: what becomes of an agent that rewrites its history by more than its last turn.
+    `keep_prefix` trains the line of its newest call, `fork` every line, `reject` refuses the
+    request."""
+    picker: str = "drop_retries"
+    """With `tree`: which leaves become samples: `drop_retries`, `all`, or a function of yours."""
+    matcher: str = "rendered"
+    """When a message that comes back is the one that is known: `rendered`, `strict`,
+    `loose_tool_call`, `role_content_only`, or a function of yours."""
+    agent_timeout_s: float | None = Field(None, gt=0)
+    """How long one agent may run; none is `worker.sample_timeout_s`."""
+    max_turns: int = Field(1024, ge=1, le=1024)
+    """Calls of one line of an agent."""
+    max_in_flight: int = Field(32, ge=1)
+    """Requests of one agent at once; more are told to try again."""
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    """Largest request; refused before any of it is read as JSON."""
+    keepalive_s: float = Field(10.0, gt=0)
+    """How often a stream without news says that it is alive."""
+
+    @field_validator("public_url")
+    @classmethod
+    def _check(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("a URL that starts with http:// or https://, or nothing")
+        return value.rstrip("/")
+
+
 class DebugTable(Table):
     """What is recorded for people."""
 
@@ -418,6 +464,7 @@ class Settings(Table):
     reward: RewardTable = RewardTable()
     rq: RqTable = RqTable()
     telemetry: TelemetryTable = TelemetryTable()
+    gateway: GatewayTable = GatewayTable()
     debug: DebugTable = DebugTable()
 
     def envs(self) -> dict[str, EnvTable]:
@@ -428,6 +475,7 @@ class Settings(Table):
         flat = EnvTable(
             n_samples_per_prompt=self.producer.n_samples_per_prompt,
             generate=self.worker.generate,
+            agent=self.worker.agent,
             max_turns=self.worker.max_turns,
             tools=self.worker.tools,
             reward=self.reward,

@@ -68,6 +68,25 @@ class Witness(Protocol):
         ...
 
 
+class TokenSink(Protocol):
+    """Is told what an engine samples while it samples, for a client that reads along."""
+
+    def begin(self, rid: str) -> bool:
+        """Take the beginning of a try, before it is sent; False where it must not be made.
+
+        So it is where something of an earlier try was passed on: what a reader saw cannot be taken
+        back.
+        """
+        ...
+
+    def add(self, ids: TokenIds) -> None:
+        """Take the next sampled ids of this try. Not checked yet: the completion is what counts.
+
+        Shape: [any] int32
+        """
+        ...
+
+
 @dataclass(slots=True)
 class RequestIds:
     """The token ids of one request, as pieces of JSON that the engine client joins."""
@@ -79,6 +98,8 @@ class RequestIds:
     """First position of which routed experts are wanted; None asks for none."""
     witness: Witness | None = None
     """Set by the worker itself (`worker.members.fidelity`), never by a generate function."""
+    sink: TokenSink | None = None
+    """Asks the engine to stream, and is told what comes; what is returned in the end is the same."""
 
 
 @dataclass(slots=True)
@@ -345,6 +366,9 @@ class GenerateInput:
     """Keep the conversation as messages in `metadata["messages"]`, for people."""
     replay: bool = False
     """Ask for routed experts and keep them (R3)."""
+    opened: Callable[[], Awaitable[None]] | None = None
+    """Returns once calls may be made again, behind a pause that stops them. None where a sample
+    that was stopped begins anew (`weights.partial` is off): nothing goes on from an aborted call."""
 
 
 @dataclass(slots=True)

@@ -354,7 +354,9 @@ class WatchedEngine:
     ) -> Coroutine[Any, Any, Completion]:
         """Sample a continuation of `prompt` (`types.Engine`)."""
         return self._engine.generate(
-            RequestIds(prompt.pieces, prompt.num_tokens, prompt.replay_start, self._watch),
+            RequestIds(
+                prompt.pieces, prompt.num_tokens, prompt.replay_start, self._watch, prompt.sink
+            ),
             sampling,
             routing_key=routing_key,
             version=version,
