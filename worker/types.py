@@ -99,7 +99,7 @@ class RequestIds:
     witness: Witness | None = None
     """Set by the worker itself (`worker.members.fidelity`), never by a generate function."""
     sink: TokenSink | None = None
-    """Asks the engine to stream, and is told what comes; what is returned in the end is the same."""
+    """Asks the engine to stream, and is told what comes; what is returned is the same."""
 
 
 @dataclass(slots=True)
@@ -368,7 +368,7 @@ class GenerateInput:
     """Ask for routed experts and keep them (R3)."""
     opened: Callable[[], Awaitable[None]] | None = None
     """Returns once calls may be made again, behind a pause that stops them. None where a sample
-    that was stopped begins anew (`weights.partial` is off): nothing goes on from an aborted call."""
+    that was stopped begins anew (`weights.partial` is off): nothing follows an aborted call."""
 
 
 @dataclass(slots=True)
