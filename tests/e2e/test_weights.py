@@ -21,12 +21,13 @@ from tests.e2e.weights.by_hand import Hand
 from tests.e2e.weights.engine import reading_of
 from tests.e2e.weights.findings import Finding, Kind
 from tests.e2e.weights.journal import Journal, read_engines, read_workers
-from tests.e2e.weights.judge import judge
+from tests.e2e.weights.judge import judge, oldest
 from tests.e2e.weights.record import EngineCall, Execution, Record, Update
 from tests.e2e.weights.report import BESIDE, FIRST, Report, Row
 from tests.e2e.weights.rows import question_of, write_rows
 from tests.e2e.weights.scenes import TOKEN_S, Protocol, Scene, full_scenes, quick_scenes
 from tests.e2e.weights.truth import Truth
+from worker.engines.protocol.versions import BETWEEN_VERSIONS, recorded
 from worker.tito.load import load_renderer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,51 @@ def test_truth_excuses_no_unknown_version_elsewhere(
     record = parts.record()
     _, count = an_update_meets(record, **changes)
     assert parts.figures(record)[Kind.VERSION] == wrong * count
+
+
+def test_truth_excuses_no_unknown_token_of_older_weights_than_its_age_is_counted_from(
+    parts: Parts,
+) -> None:
+    record = parts.record()
+    _, count = an_update_meets(record)
+    call = record.samples()[0].calls[0]
+    call.versions[0], call.dispatched_version = (1, call.start, call.start), 1
+    assert parts.figures(record)[Kind.VERSION] == count
+
+
+@pytest.mark.parametrize(
+    ("said", "least"),
+    [
+        # It was sent under 5, waited while its engine got 6, and went on over the update to 7.
+        ([(6, 0, 3), (BETWEEN_VERSIONS, 3, 5), (7, 5, 8)], 6),
+        ([(6, 0, 3), (BETWEEN_VERSIONS, 3, 8)], 6),
+        ([(6, 0, 3), (BETWEEN_VERSIONS, 3, 5), (6, 5, 8)], 6),
+        ([(5, 0, 3), (BETWEEN_VERSIONS, 3, 5), (6, 5, 8)], 5),
+        ([(4, 0, 3), (BETWEEN_VERSIONS, 3, 8)], 4),
+        ([(BETWEEN_VERSIONS, 0, 3), (6, 3, 8)], 5),
+        ([(BETWEEN_VERSIONS, 0, 8)], 5),
+    ],
+)
+def test_judge_counts_ages_from_where_the_product_does_through_tokens_of_no_version(
+    parts: Parts, said: list[tuple[int, int, int]], least: int
+) -> None:
+    record = parts.record()
+    batch = record.handed[0]
+    group = batch.groups[0]
+    for sample in group.samples:
+        call = sample.calls[0]
+        spans = recorded(said, 5)
+        call.versions = [(v, call.start + a, call.start + b) for v, a, b in spans]
+        call.dispatched_version, call.end = 5, call.start + 8
+        del sample.calls[1:]
+        sample.derive_weight_versions()
+        assert sample.version_range() == (least, max(v for v, _, _ in spans))
+    assert oldest(group.samples) == least
+    del batch.groups[1:]
+    batch.version, group.staleness = least + 1, 1
+    assert parts.figures(record)[Kind.STALE] == 0
+    group.staleness = 2
+    assert parts.figures(record)[Kind.STALE] == 1
 
 
 def test_truth_excuses_no_more_tokens_than_an_engine_samples_in_so_long(parts: Parts) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from rollstream.sample import LossMask, Sample
 from tests.e2e.weights.findings import Finding, Kind
 from tests.e2e.weights.record import Execution, HandedGroup, Record
-from tests.e2e.weights.truth import Truth, turns_of
+from tests.e2e.weights.truth import Truth, least_at, turns_of
 
 FREE_REASONS = frozenset({"seen", "run_aborted"})
 """Drops that leave their id free to come again: they end a group, and explain nothing."""
@@ -139,14 +139,8 @@ def _pauses(record: Record) -> Iterator[Finding]:
 
 
 def oldest(samples: list[Sample]) -> int | None:
-    """Return the oldest version of any token of some samples; an unknown one is the dispatch's."""
-    found = [
-        v if v >= 0 else c.dispatched_version
-        for s in samples
-        for c in s.calls
-        for v, a, b in c.versions
-        if b > a
-    ]
+    """Return the oldest version that a token of some samples is at least of."""
+    found = (version for s in samples for call in s.calls for version in least_at(call))
     return min((version for version in found if version >= 0), default=None)
 
 

@@ -74,6 +74,19 @@ def versions_at(call: Call) -> list[int]:
     return found
 
 
+def least_at(call: Call) -> list[int]:
+    """Return which version every sampled token of a call is at least of; -1 where nobody knows.
+
+    A token of no version is of the one before it or of a later one, for the weights of an engine
+    only move on while it has a call; where a call begins so, that is the one at its dispatch.
+    """
+    least, found = call.dispatched_version, []
+    for version in versions_at(call):
+        least = version if version >= 0 else least
+        found.append(least)
+    return found
+
+
 @dataclass(slots=True)
 class Truth:
     """Computes samples of one run again."""
@@ -193,19 +206,25 @@ class Truth:
         return findings
 
     def _excused(
-        self, call: Call, recorded: Sequence[int], really: Sequence[object]
+        self, call: Call, recorded: Sequence[int], really: Sequence[str | int | None]
     ) -> frozenset[int]:
         """Return which tokens may have no version: sampled between a push and its name.
 
-        They are of the weights before or behind an update that the engine had this call in, and no
-        more of them than an engine samples in so long.
+        They are of the weights before or behind an update that the engine had this call in, of none
+        older than `least_at` says, and no more of them than an engine samples in so long.
         """
         since_s, until_s = self.flights.get(call.rid, (0.0, 0.0))
         met = [one for one in self.hidden if one.asked_s < until_s and since_s < one.done_s]
         shared_s = sum(min(until_s, one.done_s) - max(since_s, one.asked_s) for one in met)
         most = int(shared_s / TOKEN_S) + len(met)
-        both = {self.label_of(version) for one in met for version in (one.version - 1, one.version)}
-        found = [at for at, v in enumerate(recorded) if v == UNKNOWN_VERSION and really[at] in both]
+        both = {version for one in met for version in (one.version - 1, one.version)}
+        tokens = enumerate(zip(recorded, least_at(call), really, strict=True))
+        found = [
+            at
+            for at, (version, least, label) in tokens
+            if version == UNKNOWN_VERSION
+            and label in {self.label_of(one) for one in both if one >= least}
+        ]
         return frozenset(found[:most])
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rollstream.cli.__main__ import main
 from rollstream.queue import calls
+from rollstream.sample import UNKNOWN_VERSION
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage
 from tests.builders import a_sample
@@ -134,6 +135,33 @@ def test_a_batch_that_is_handed_out_stays_the_trainers_however_old_it_gets(
     assert batch.acked
     assert stream.metrics()["stream/acked"] == 1
     audited(run)
+
+
+@pytest.mark.parametrize(
+    ("spans", "oldest"),
+    [
+        # A call that was sent under 5, and sampled nothing before its engine had 6.
+        ([(6, 3, 4), (UNKNOWN_VERSION, 4, 5), (7, 5, 6)], 6),
+        ([(5, 3, 3), (UNKNOWN_VERSION, 3, 5), (6, 5, 6)], 5),
+    ],
+)
+def test_tokens_of_no_version_are_as_old_as_what_stands_before_them(
+    run: Backstage, connect: Connect, spans: list[tuple[int, int, int]], oldest: int
+) -> None:
+    def make(group_index: int, member: int) -> Any:
+        sample = a_sample(group_index, member, turns=[((4, 5, 6), ())], versions=5)
+        sample.calls[0].versions = list(spans)
+        return sample
+
+    opened(run, "deliver")
+    stream = connect()
+    stream.set_weight_version(5)
+    run.finish(0, make=make)
+    stream.set_weight_version(8)
+    batch = stream.next_batch(1, 5)
+    assert batch is not None
+    assert batch.groups[0].staleness == 8 - oldest
+    assert set(batch.to_arrays(pad_id=0)["min_version"].tolist()) == {oldest}
 
 
 @pytest.mark.parametrize(("on_stale", "left"), [("drop", []), ("requeue", [0, 1])])
