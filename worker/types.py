@@ -268,6 +268,13 @@ class Renderer(Protocol):
         """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
         ...
 
+    def pieces(self, ids: TokenIds) -> list[str]:
+        """Return what each id alone stands for; half a character is surrogates (PEP 383).
+
+        Shape: [len(ids)]; `piece.encode("utf-8", "surrogateescape")` is its bytes.
+        """
+        ...
+
 
 class Tool(Protocol):
     """A tool that the model may call."""

@@ -130,7 +130,8 @@ class ChatReply:
     log_probs: LogProbs
     """[C]"""
     pieces: Sequence[str]
-    """[C] the text of each id, where log-probs were asked for; else empty."""
+    """[C] what each id stands for (`Renderer.pieces`), where log-probs were asked for; else empty.
+    Half a character is surrogates (PEP 383)."""
     num_prompt: int
     num_cached: int
     created_unix_s: float

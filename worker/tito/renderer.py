@@ -64,6 +64,10 @@ class VocabularyRenderer(Generic[Specs]):
         """Decode with special tokens kept; partial UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(ids.tolist())
 
+    def pieces(self, ids: TokenIds) -> list[str]:
+        """Return what each id alone stands for; half a character is surrogates (PEP 383)."""
+        return self.tokenizer.pieces(ids.tolist())
+
     def _specs_of(self, tools: Sequence[Message] | None) -> Specs | None:
         """Return what the template is given of `tools`, made once for the same spec objects.
 

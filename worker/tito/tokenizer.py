@@ -31,6 +31,7 @@ import tokenizers
 from rollstream.errors import ConfigError
 
 from .patterns import any_of
+from .pieces import PieceBytes
 
 LONG_TEXT_CHARS = 8192
 """From here on encoding takes over 2 ms: run it in a thread."""
@@ -94,6 +95,7 @@ class Tokenizer:
         # Template text that is encoded at every turn.
         self._memo = {text: tuple(self._encode(text)) for text in scaffold}
         self.max_token_id = self._find_max_token_id()
+        self._piece_bytes: PieceBytes | None = None  # few ever ask
 
     @classmethod
     def load(cls, path: str | Path, scaffold: Iterable[str] = ()) -> Tokenizer:
@@ -187,6 +189,17 @@ class Tokenizer:
         if len(numbers) > LONG_IDS:
             return self._inner.decode_batch([numbers], skip_special_tokens=skip_special_tokens)[0]
         return self._inner.decode(numbers, skip_special_tokens=skip_special_tokens)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """Return what each id alone stands for.
+
+        A byte that is no whole character is a surrogate (PEP 383):
+        `piece.encode("utf-8", "surrogateescape")` is the bytes, and those of all ids, joined, are
+        the text.
+        """
+        if self._piece_bytes is None:
+            self._piece_bytes = PieceBytes(self._inner)
+        return [self._piece_bytes.of(number).decode("utf-8", "surrogateescape") for number in ids]
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
         """Return the id of a token, None where the vocabulary lacks it."""
