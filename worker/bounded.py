@@ -152,6 +152,9 @@ def _settle(future: asyncio.Future[Any], outcome: Any, failed: bool) -> None:
 
 THREADS = Threads()
 """Of user functions."""
+AGENT_THREADS = Threads(8192, "agent")
+"""Of agents that are no coroutines: each holds its thread for as long as its sample runs, and is
+told to stop by its next call. Rewards and tools never wait for one of them."""
 _OWN_THREADS = Threads(8, "own-work")
 _LEFT_BEHIND: set[asyncio.Future[Any]] = set()
 """Tasks that were told to stop and have not yet; held, so that none is lost half way."""
@@ -167,8 +170,17 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
     return result
 
 
-async def run_bounded(function: UserFunction, *args: Any, timeout_s: float) -> Any:
+async def run_bounded(
+    function: UserFunction, *args: Any, timeout_s: float, threads: Threads | None = None
+) -> Any:
     """Call a user's function, async on the loop or sync in a thread, for at most `timeout_s`.
+
+    Args:
+        function: the user's.
+        args: it is called with.
+        timeout_s: infinite only for a caller that cancels this itself, when a time is over that
+            may still move.
+        threads: where it runs if it is no coroutine; None is `THREADS`.
 
     Raises:
         Overdue: it did not return in time.
@@ -181,7 +193,7 @@ async def run_bounded(function: UserFunction, *args: Any, timeout_s: float) -> A
     if is_async(function):
         future = asyncio.ensure_future(_await(function, *args))
     else:
-        future = THREADS.submit(functools.partial(function, *args))
+        future = (threads or THREADS).submit(functools.partial(function, *args))
     result = await _wait(future, timeout_s)
     if inspect.isawaitable(result):  # an ordinary function that handed back a coroutine
         result = await _wait(asyncio.ensure_future(_await(lambda: result)), timeout_s)

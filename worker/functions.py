@@ -54,6 +54,19 @@ def resolve(path: str, what: str, *, kind: Kind = "either", num_args: int | None
     return function
 
 
+def sibling(path: str, what: str, name: str) -> Any:
+    """Return what is called `name` and defined in the module that `path` names; None without it.
+
+    What the module merely imports under that name is somebody else's.
+
+    Raises:
+        ConfigError: the path names no module.
+    """
+    module, _ = _module_of(path, what)
+    found = vars(module).get(name)
+    return found if getattr(found, "__module__", None) == module.__name__ else None
+
+
 def is_path(name: str) -> bool:
     """Return whether `name` is a path to a function rather than a built-in's name."""
     return ":" in name

@@ -1,0 +1,245 @@
+"""The generate function `agent`: the user's agent runs against a session of the gateway.
+
+Owns the life of one agent: its session, its time, what stops it, and how its trajectory ends. Never
+reads a request or a reply: the session does. Invariants: when the function returns, raises or is
+cancelled its session is closed, so no engine call follows; what an infrastructure broke is raised
+as that fault, whatever the agent made of it, and is never a reward; what was generated is kept
+whatever the agent did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from rollstream.errors import EngineFault, RolloutFault, StopReason
+from rollstream.group import Trajectory
+
+from ..bounded import AGENT_THREADS, Exited, LeakedCancel, Overdue, run_bounded
+from ..functions import describe
+from ..types import GenerateFunction, GenerateInput, GenerateOutput
+from .agent_function import AgentFunction, agent_metadata, chat_kwargs
+from .agent_result import Outcome, failed, outcome_of, write
+from .agent_time import record_gaps
+
+ABORT_S = 5.0
+"""How long `abort` may take."""
+Rules = TypeVar("Rules", contravariant=True)
+log = structlog.get_logger("worker")
+
+
+class Session(Protocol):
+    """What an agent function has to know of its session (`worker.gateway.session`)."""
+
+    @property
+    def key(self) -> str:
+        """Names it in its URL; nobody can guess it."""
+        ...
+
+    @property
+    def fault(self) -> EngineFault | None:
+        """What broke the last request, where that was no doing of the agent's."""
+        ...
+
+    @property
+    def ended_by(self) -> StopReason | None:
+        """The limit that refused the last request, or cut the last turn."""
+        ...
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """Counts, for the sample's metadata."""
+        ...
+
+    async def close(self) -> None:
+        """End it: calls in flight are stopped, later requests refused."""
+        ...
+
+    def collect(self) -> Trajectory:
+        """Return its samples; the same ones each time."""
+        ...
+
+
+class Sessions(Protocol[Rules]):
+    """Opens sessions (`worker.gateway.book`)."""
+
+    def open(self, given: GenerateInput, rules: Rules) -> Session:
+        """Return a new session of one sample."""
+        ...
+
+
+class Address(Protocol):
+    """Where sessions are served (`worker.gateway.server`)."""
+
+    @property
+    def instance_id(self) -> str:
+        """32 hex, new at every start."""
+        ...
+
+    def base_url(self, key: str) -> str:
+        """Return the URL of one session."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLimits:
+    """The numbers of an agent."""
+
+    timeout_s: float | None = None
+    """Never beyond the sample's own deadline; None is that alone."""
+    max_seq_len: int | None = None
+    """Told to the agent where it is configured."""
+
+
+class Agents:
+    """Makes the generate functions of environments with agents; one for the whole worker."""
+
+    def __init__(self, sessions: Sessions[Any], address: Address) -> None:
+        """Begin with no agent running.
+
+        Args:
+            sessions: of the gateway.
+            address: of the gateway, listening before the first agent runs.
+        """
+        self._sessions, self._address = sessions, address
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    def generate(self, agent: AgentFunction, rules: Any, limits: AgentLimits) -> GenerateFunction:
+        """Return the generate function that runs `agent`."""
+
+        async def generate(given: GenerateInput) -> GenerateOutput:
+            return await self._run(given, agent, rules, limits)
+
+        return generate
+
+    async def aclose(self) -> None:
+        """Wait for the `abort`s that are under way; they are bounded."""
+        while self._aborts:
+            await asyncio.wait(self._aborts)
+
+    async def _run(
+        self, given: GenerateInput, agent: AgentFunction, rules: Any, limits: AgentLimits
+    ) -> GenerateOutput:
+        session = self._sessions.open(given, rules)
+        start_unix_s, start_mono_s = time.time(), time.monotonic()
+        # A pause moves the sample's deadline, and the agent's with it.
+        earlier_s = 0.0
+        if limits.timeout_s is not None:
+            earlier_s = max(0.0, given.deadline - start_mono_s - limits.timeout_s)
+        running: asyncio.Task[Any] | None = None
+        try:
+            running = self._start(given, agent, session.key, limits)
+            in_time = await _wait(running, given, earlier_s)
+        finally:
+            if running is not None and not running.done():
+                running.cancel()
+                self._abort(given, agent, session.key, limits)
+            elif running is not None and not running.cancelled():
+                running.exception()  # looked at, also where we are being cancelled
+            await session.close()
+        spent_s = time.monotonic() - start_mono_s
+        if session.fault is not None:
+            raise session.fault
+        outcome = _outcome(running) if in_time else _overdue(spent_s)
+        trajectory = session.collect()
+        first = trajectory[0] if isinstance(trajectory, list) else trajectory
+        first.non_generation_time += record_gaps(given.spans, start_unix_s, spent_s)
+        return GenerateOutput(
+            write(
+                trajectory,
+                outcome,
+                row=given.sample.metadata,
+                ended_by=session.ended_by,
+                stats=session.stats,
+            )
+        )
+
+    def _start(
+        self, given: GenerateInput, agent: AgentFunction, key: str, limits: AgentLimits
+    ) -> asyncio.Task[Any]:
+        base_url = self._address.base_url(key)
+        call = agent.bound(
+            given,
+            base_url=base_url,
+            prompt=copy.deepcopy(given.sample.prompt),
+            request_kwargs=chat_kwargs(given),
+            metadata=self._metadata(given, base_url, limits),
+        )
+        return asyncio.create_task(
+            run_bounded(call, timeout_s=math.inf, threads=AGENT_THREADS),
+            name=f"agent of {given.sample.group_index}:{given.sample.member}",
+        )
+
+    def _metadata(self, given: GenerateInput, base_url: str, limits: AgentLimits) -> dict[str, Any]:
+        return agent_metadata(
+            given,
+            base_url=base_url,
+            instance_id=self._address.instance_id,
+            max_seq_len=limits.max_seq_len,
+        )
+
+    # --- abort -----------------------------------------------------------------------------------
+    def _abort(
+        self, given: GenerateInput, agent: AgentFunction, key: str, limits: AgentLimits
+    ) -> None:
+        """Tell an agent that we stop it, beside what we do next: its slot does not wait."""
+        if agent.abort is None:
+            return
+        base_url = self._address.base_url(key)
+        call = agent.bound_abort(base_url, self._metadata(given, base_url, limits))
+        task = asyncio.create_task(_aborted(call, agent.path))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+async def _wait(running: asyncio.Task[Any], given: GenerateInput, earlier_s: float) -> bool:
+    """Wait for the agent; False where its time is over."""
+    while not running.done():
+        left_s = given.deadline - earlier_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        await asyncio.wait((running,), timeout=left_s)
+    return True
+
+
+def _overdue(spent_s: float) -> Outcome:
+    error = f"the agent did not return within {spent_s:.1f} s (gateway.agent_timeout_s)"
+    return Outcome(None, StopReason.DEADLINE, error)
+
+
+def _outcome(running: asyncio.Task[Any]) -> Outcome:
+    """Return how an agent ended by itself, from its task, which is done.
+
+    Raises:
+        RolloutFault: it raised one, which keeps its own reason.
+        MemoryError: the process's matter, not the sample's.
+    """
+    if running.cancelled():
+        return failed("a CancelledError leaked out of the agent")
+    error = running.exception()
+    if error is None:
+        return outcome_of(running.result())
+    if isinstance(error, RolloutFault | MemoryError):
+        raise error
+    if isinstance(error, LeakedCancel):
+        return failed("a CancelledError leaked out of the agent")
+    if isinstance(error, Exited):
+        return failed(f"the agent raised {error}")
+    return failed(f"the agent raised {describe(error)}")
+
+
+async def _aborted(call: Any, path: str) -> None:
+    """Run an `abort` to its end; what it raises is a line in the log."""
+    try:
+        await run_bounded(call, timeout_s=ABORT_S, threads=AGENT_THREADS)
+    except Overdue:
+        log.warning("agent_abort_failed", agent=path, error=f"not within {ABORT_S:g} s")
+    except Exception as error:  # noqa: BLE001 - the user's; nobody waits for its answer
+        log.warning("agent_abort_failed", agent=path, error=describe(error))
