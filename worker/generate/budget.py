@@ -9,12 +9,13 @@ Unit: tokens.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from rollstream.errors import StopReason
 
 from ..sampling import Sampling
-from ..types import Limits
+from ..types import Completion, Finish, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +88,21 @@ def effective(sampling: Sampling, room: Room, seed: int) -> Sampling:
         min_new_tokens=min(sampling.min_new_tokens, tokens),
         seed=seed,
     )
+
+
+def cut_by(completion: Completion, room: Room, closing: Container[int]) -> StopReason | None:
+    """Return the limit that cut a reply; None where its turn is complete.
+
+    Args:
+        completion: not an aborted one.
+        room: what its call was given.
+        closing: ids that end a turn.
+    """
+    length = len(completion.ids)
+    if completion.finish is Finish.LENGTH:
+        # Cut before our own cap: the engine's context is smaller than ours says.
+        return room.bound if length >= room.tokens else StopReason.CONTEXT_LENGTH
+    is_closed = length > 0 and int(completion.ids[-1]) in closing
+    if length >= room.tokens and completion.matched is None and not is_closed:
+        return room.bound  # the count says what the finish reason hides
+    return None

@@ -24,7 +24,7 @@ from ..offload import decode
 from ..telemetry.spans import timed
 from ..tito.trajectory import Trajectory
 from ..types import Completion, Finish, GenerateInput, GenerateOutput
-from .budget import Room, effective, room_left
+from .budget import Room, cut_by, effective, room_left
 
 Kind = TypeVar("Kind")
 _FRESH = (Status.PENDING, Status.ABORTED)
@@ -151,19 +151,15 @@ class LinearRollout:
             # Whoever asked for it, the trainer's pause or the engine's own operator: the tokens
             # are sound, and more of them may follow.
             return StopReason.ABORT_WEIGHTS
-        length = len(completion.ids)
-        if completion.finish is Finish.LENGTH:
-            # Cut before our own cap: the engine's context is smaller than ours says.
-            return room.bound if length >= room.tokens else StopReason.CONTEXT_LENGTH
-        is_cut = completion.matched is None and not self._is_closed(completion.ids)
-        if length >= room.tokens and is_cut:
-            return room.bound  # the count says what the finish reason hides
-        return None
+        return cut_by(completion, room, self._closing)
+
+    @property
+    def _closing(self) -> tuple[int, ...]:
+        """Ids that end a turn."""
+        return (*self.given.renderer.stop_token_ids, *self.given.sampling.stop_token_ids)
 
     def _is_closed(self, ids: TokenIds) -> bool:
-        given = self.given
-        closing = (*given.renderer.stop_token_ids, *given.sampling.stop_token_ids)
-        return len(ids) > 0 and int(ids[-1]) in closing
+        return len(ids) > 0 and int(ids[-1]) in self._closing
 
     def noted(self, key: str, kind: type[Kind]) -> Kind:
         """Return a copy of what an earlier attempt of a resumed trajectory noted, else nothing."""

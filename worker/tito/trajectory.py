@@ -262,10 +262,14 @@ class Trajectory:
         self._logprob_mode = completion.logprob_mode
         return call
 
-    def add_observation(self, ids: TokenIds) -> None:
+    def add_observation(self, ids: TokenIds, json: bytes = b"") -> None:
         """Append ids that no policy sampled: mask 0, log-prob 0.0.
 
         Shape: [any]; nothing happens for no ids.
+
+        Args:
+            ids: to append.
+            json: of these very ids, where it is there already.
 
         Raises:
             ValueError: no whole numbers of 32 bits.
@@ -274,7 +278,7 @@ class Trajectory:
             return
         own = _own(as_ids(ids), np.int32)
         self._chunks.append(_Chunk(own))
-        self._pieces.append(ids_json(own))
+        self._pieces.append(json or ids_json(own))
         self._num_tokens += len(own)
         self._open = 0
 
@@ -299,7 +303,7 @@ class Trajectory:
         parts: list[TokenIds] = []
         for place in range(len(self._chunks) - self._open - 1, -2, -1):
             ids = self._prompt.ids if place < 0 else self._chunks[place].ids
-            at = _last_of(ids, self._stop_ids)
+            at = last_of(ids, self._stop_ids)
             if at >= 0:
                 parts.append(ids[at:])
                 break
@@ -431,7 +435,7 @@ def _own(array: npt.NDArray[Any], dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
     return np.array(array, dtype=dtype)
 
 
-def _last_of(ids: TokenIds, wanted: Sequence[int]) -> int:
+def last_of(ids: TokenIds, wanted: Sequence[int]) -> int:
     """Return the last position of any of `wanted`, -1 for none; looks at the tail first."""
     end, block = len(ids), 1024
     while end > 0:
