@@ -166,8 +166,7 @@ class MessageStream:
         message = {
             **_message(self._request, self._reply_id),
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            **_end(None),
             "usage": usage,
         }
         return [_event("message_start", message=message)]
@@ -325,12 +324,16 @@ def _calls(message: Message) -> Iterator[dict[str, Any]]:
 
 def _ending(reply: ChatReply) -> dict[str, Any]:
     if reply.finish == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return _end("max_tokens")
     if reply.finish == "tool_calls":
-        return {"stop_reason": "tool_use", "stop_sequence": None}
+        return _end("tool_use")
     if reply.stop_text:
-        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_text}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        return _end("stop_sequence", reply.stop_text)
+    return _end("end_turn")
+
+
+def _end(reason: str | None, sequence: str | None = None) -> dict[str, Any]:
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
 def _usage(reply: ChatReply) -> dict[str, int]:
