@@ -99,8 +99,7 @@ class Gate:
             self._opened_unix_s = time.time()
         elif was_open:
             self._shut_unix_s = time.time()
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+        self._tell()
         for call in self._calls:
             if position is Position.OPEN:
                 call.go_on()
@@ -111,6 +110,11 @@ class Gate:
         """Refuse every call from now on: the worker is about to end."""
         self.move(Position.ABORT)
         self._stopped = True
+        self._tell()  # whoever waited for it to open again waits no more
+
+    def _tell(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
 
     def let_go(self) -> None:
         """Give up on the calls in flight: whoever waits for one hears `Withheld`, at once."""
@@ -135,6 +139,17 @@ class Gate:
     async def opened(self) -> None:
         """Return once the gate is open; for what need not be done now, through every pause."""
         while self.position is not Position.OPEN:
+            await self._moved.wait()
+
+    async def reopened(self) -> None:
+        """Return once the gate is open: for a call that was stopped and is to go on.
+
+        Raises:
+            Withheld: it never opens again.
+        """
+        while self.position is not Position.OPEN:
+            if self._stopped:
+                raise Withheld("no call is made: this worker is about to end")
             await self._moved.wait()
 
     async def turned(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 import numpy as np
@@ -79,6 +79,7 @@ class Rollout:
         delivered: Callable[[Trajectory], None] | None = None,
         parking: Parking | None = None,
         mask_offpolicy: bool = False,
+        opened: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare.
 
@@ -96,12 +97,14 @@ class Rollout:
             parking: where samples that an abort stopped are kept (`weights.partial`); without it
                 they begin anew, and what others parked is not looked at.
             mask_offpolicy: of a sample over several versions, train the newest one's tokens only.
+            opened: returns once calls may be made again (`weights.partial`).
         """
         self._engine, self._renderer, self._book = engine, renderer, book
         self._finish, self._version, self._run_seed = finish, version, run_seed
         self._debug_messages, self._replay = debug_messages, replay
         self._fidelity, self._delivered = fidelity or Fidelity(), delivered
         self._parking, self._mask_offpolicy = parking, mask_offpolicy
+        self._opened = opened
 
     async def run(self, work: Work) -> Ending:
         """Run one attempt to its ending."""
@@ -206,6 +209,7 @@ class Rollout:
             parks=self._parks(work),
             debug_messages=self._debug_messages,
             replay=self._replay,
+            opened=self._opened,
         )
         work.lifecycle["gen_start"] = time.time()
         with boundary(AgentFault):

@@ -10,6 +10,11 @@ from rollstream.errors import ConfigError
 from worker.generate.agent_function import EXTRA, resolve_agent
 
 HEAD = "async def run(base_url, prompt, request_kwargs, metadata"
+OBJECT = """
+class Agent:
+    async def __call__(self, base_url, prompt, request_kwargs, metadata): ...
+run = Agent()
+"""
 
 
 def written(tmp_path: Path, text: str, name: str = "run") -> str:
@@ -26,11 +31,7 @@ def written(tmp_path: Path, text: str, name: str = "run") -> str:
         (f"{HEAD}, *, label=None, api_key): ...", ("label", "api_key")),
         ("def run(*, base_url, prompt, request_kwargs, metadata, tools): ...", ("tools",)),
         ("def run(**kw): ...", EXTRA),
-        (
-            "class Agent:\n    async def __call__(self, base_url, prompt, request_kwargs, metadata):"
-            "\n        ...\nrun = Agent()",
-            (),
-        ),
+        (OBJECT, ()),
     ],
 )
 def test_an_agent_gets_what_it_takes(tmp_path: Path, text: str, extra: tuple[str, ...]) -> None:

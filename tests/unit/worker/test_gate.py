@@ -228,3 +228,33 @@ async def test_whoever_waits_for_a_pause_to_pass_hears_its_end() -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(turned, 5)
     assert turned.done()
+
+
+async def test_a_call_that_is_to_go_on_waits_for_the_gate_to_open_and_for_no_end() -> None:
+    gate = Gate()
+    gate.move(Position.ABORT)
+    first = asyncio.create_task(gate.reopened())
+    await asyncio.sleep(0)
+    assert not first.done()
+    gate.move(Position.OPEN)
+    await first
+    await gate.reopened()
+
+    for position in (Position.OPEN, *SHUT):
+        gate = Gate()
+        gate.move(position)
+        waits = position is not Position.OPEN
+        waiting = asyncio.create_task(gate.reopened())
+        others = asyncio.create_task(gate.opened())
+        await asyncio.sleep(0)
+        gate.stop()
+        if waits:
+            with pytest.raises(Withheld, match="about to end"):
+                await waiting
+            await asyncio.sleep(0)
+            assert not others.done()
+        with pytest.raises(Withheld, match="about to end"):
+            await gate.reopened()
+        for task in (waiting, others):
+            task.cancel()
+        await asyncio.gather(waiting, others, return_exceptions=True)
