@@ -207,9 +207,15 @@ class Streamer(Protocol):
 
 
 class Dialect(Protocol):
-    """One chat API."""
+    """One chat API.
+
+    One that can count a prompt's tokens without a call has `async count(session, body) -> dict`
+    too, which is served below its path as `count_tokens`.
+    """
 
     name: str
+    paths: tuple[str, ...]
+    """Of its requests, without a slash in front (`chat/completions`), below a session's URL."""
     cannot_carry: Mapping[str, str]
     """{what it or we cannot express: what becomes of it}; docs/agents.md shows it."""
 

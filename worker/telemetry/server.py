@@ -42,7 +42,7 @@ class TelemetryServer:
         app.router.add_get("/readyz", self._serve_ready)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        listener = _listen(host, port)
+        listener = listen(host, port)
         self.port = listener.getsockname()[1]
         await web.SockSite(self._runner, listener).start()
         return self.port
@@ -69,12 +69,18 @@ def _json(status: int, body: object) -> web.Response:
     return web.Response(status=status, text=json.dumps(body), content_type="application/json")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """Return a socket that listens on `port`, else on the next free one; 0 takes any.
+
+    Raises:
+        OSError: none of `PORTS_TRIED` ports is free.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tried = range(port, min(port + PORTS_TRIED, 65536)) if port else (0,)
     last: OSError | None = None
     for candidate in tried:
         try:
-            return socket.create_server((host, candidate), backlog=128)
+            return socket.create_server((host, candidate), family=family, backlog=backlog)
         except OSError as error:
             last = error
     raise OSError(f"no free port from {port} on {host}: {last}")
