@@ -11,7 +11,8 @@ attempt of the model is one `ToolCall`, in order; none is dropped in silence.
     no arguments, "", the object in a string    a call (at most `MAX_UNWRAPS` strings deep)
     raw control characters, bad escapes, NaN,   `invalid_json`; the text says where
       two objects between the markers, a name
-      twice, a number beyond a float
+      twice, a number beyond a float, half of
+      a surrogate pair
     no closing marker                           `unclosed`, however complete it looks
     no name, or none that is text               `no_name`
     more calls than a turn may make             `too_many`, each but the first ones
@@ -205,6 +206,10 @@ def _judged(call: ToolCall, name: Any, arguments: Any, form: str) -> ToolCall:
         return _problem(call, ProblemKind.NO_NAME, f"the tool call has no name; {form}")
     call.name = name
     unwrapped = unwrap_arguments(arguments)
+    if not _is_text(name, unwrapped):
+        return _problem(
+            call, ProblemKind.INVALID_JSON, f"half of a surrogate pair is no character; {form}"
+        )
     if not isinstance(unwrapped, dict):
         kind = "null" if unwrapped is None else type(unwrapped).__name__
         return _problem(
@@ -212,6 +217,17 @@ def _judged(call: ToolCall, name: Any, arguments: Any, form: str) -> ToolCall:
         )
     call.arguments = unwrapped
     return call
+
+
+def _is_text(*values: Any) -> bool:
+    """Return whether all strings in JSON values can be sent; half a pair (`"\\ud800"`) cannot."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    except (TypeError, RecursionError):
+        return True  # not what is asked here
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

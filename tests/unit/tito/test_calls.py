@@ -29,6 +29,7 @@ from worker.types import ProblemKind, ToolCall
          {"url": "http://x.test"}),
         ('{"name":"sh","arguments":{"cmd":"mkdir -p t/{a,b"}}', {"cmd": "mkdir -p t/{a,b"}),
         ('{"name":"w","arguments":{"t":"a}{b"}}', {"t": "a}{b"}),
+        ('{"name":"w","arguments":{"t":"\\ud83d\\ude00"}}', {"t": "\U0001f600"}),
     ],
 )  # fmt: skip
 def test_call_is_executable_when_its_arguments_are_an_object(
@@ -54,6 +55,9 @@ def test_call_is_executable_when_its_arguments_are_an_object(
         ('{"name": "f", "arguments": {"n": NaN}}', ProblemKind.INVALID_JSON),
         ('{"name": "f", "arguments": {"n": -Infinity}}', ProblemKind.INVALID_JSON),
         ('{"name": "f", "arguments": {"n": 1e400}}', ProblemKind.INVALID_JSON),
+        ('{"name": "f", "arguments": {"half": "\\ud83d"}}', ProblemKind.INVALID_JSON),
+        ('{"name": "f", "arguments": {"\\udc00": 1}}', ProblemKind.INVALID_JSON),
+        ('{"name": "f\\ud800", "arguments": {}}', ProblemKind.INVALID_JSON),
         ("{'name': 'f'}", ProblemKind.INVALID_JSON),
         ('{"name": "f", "arguments": {},}', ProblemKind.INVALID_JSON),
         ('{"name": " ", "arguments": {}}', ProblemKind.NO_NAME),
