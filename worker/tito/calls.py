@@ -220,7 +220,7 @@ def _judged(call: ToolCall, name: Any, arguments: Any, form: str) -> ToolCall:
 
 
 def _is_text(*values: Any) -> bool:
-    """Return whether all strings in JSON values can be sent; half a pair (`"\\ud800"`) cannot."""
+    """Return whether all strings in JSON values can be sent; half of a surrogate pair cannot."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
