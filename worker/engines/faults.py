@@ -230,4 +230,9 @@ def detail_of_status(status: int, message: str) -> Detail:
         return Detail.UNAVAILABLE
     if status >= 500:
         return Detail.SERVER_ERROR
-    return Detail.CONTEXT_OVERFLOW if _OVERFLOW.search(message) else Detail.REFUSED
+    return Detail.CONTEXT_OVERFLOW if says_overflow(message) else Detail.REFUSED
+
+
+def says_overflow(message: str) -> bool:
+    """Return whether an error speaks of the context's length."""
+    return _OVERFLOW.search(message) is not None

@@ -43,6 +43,7 @@ class PoolCall:
         "key",
         "limit",
         "line",
+        "passed",
         "rid",
         "scaled",
         "sent_at",
@@ -53,6 +54,8 @@ class PoolCall:
         self.scaled = sampling.temperature not in (0.0, 1.0)
         """Raw log-probs would not be those of what is sampled."""
         self.attempt = 0
+        self.passed = False
+        """Something of it was passed on to whoever reads along: it is not tried again."""
         self.failed: PoolEngine | None = None
         """Where it was tried last."""
         self.fresh = False

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rollstream.errors import ConfigError, EngineFault, Withheld
@@ -36,6 +37,7 @@ from .discovery import http_get
 from .entrance import NEVER, Entrance, PoolCall
 from .looks import FirstQuestions, Passage
 from .pooled import OUTCOMES, EngineCounters, PoolCounters, PoolEngine, RetryPolicy
+from .relay import Relay
 from .retry_budget import RetryBudget
 from .roster import Fleet
 from .states import EngineState
@@ -221,7 +223,8 @@ class EnginePool:
         """Sample a continuation, trying again as `faults.RULES` says; a new rid for every try.
 
         Args:
-            prompt: all ids held so far.
+            prompt: all ids held so far. Where its sink was passed something, or refuses another
+                try, none is made: the fault is raised.
             sampling: the effective parameters.
             routing_key: calls with the same key go to the same engine while it takes calls.
             version: the weight version that the caller knows; a try is sent under the pool's own
@@ -239,9 +242,16 @@ class EnginePool:
             self._fleet.start()
         limit = NEVER if deadline_s is None else self._clock() + deadline_s
         call = PoolCall(routing_key, sampling, limit, self._entrance.epoch)
+        if prompt.sink is not None:
+            prompt = replace(prompt, sink=Relay(prompt.sink, call))
         self._budget.called()
+        broken: EngineFault | None = None
         while True:
             member = await self._entrance.enter(call)
+            call.rid = new_rid()
+            if prompt.sink is not None and not prompt.sink.begin(call.rid):
+                self._entrance.leave(member)
+                raise broken or fault(Detail.REFUSED, "whoever reads along takes no reply")
             sent = max(version, self._fleet.version)
             try:
                 completion = await self._send(
@@ -255,6 +265,7 @@ class EnginePool:
                 )
                 self._fleet.looks.check_named(member, completion.versions, sent)
             except EngineFault as error:
+                broken = error
                 await self._after(error, member, call)
             else:
                 self._answered(member, completion, sent)
@@ -278,7 +289,8 @@ class EnginePool:
             EngineFault: of this try.
             Withheld: it was told to stop, and brought no reply.
         """
-        call.rid, call.sent_at = rid, now = new_rid(), self._clock()
+        rid, now = call.rid, self._clock()
+        call.sent_at = now
         call.line = Line(fresh=call.fresh)
         LINE.set(call.line)
         limit_s = call.limit - now
@@ -330,7 +342,8 @@ class EnginePool:
         if error.detail == Detail.RESET and call.line.stale:
             await self._reconnect(member, call)
             return
-        if error.detail == Detail.UNAVAILABLE and await self._is_paused(member, call):
+        is_busy = error.detail == Detail.UNAVAILABLE and not call.passed
+        if is_busy and await self._is_paused(member, call):
             member.client.abort_soon(call.rid)  # a router may have left it there
             return  # it waits in line until the pause is over
         counters = member.counters
@@ -370,7 +383,7 @@ class EnginePool:
             Withheld: all calls were aborted meanwhile.
         """
         rule, wait_s = rule_of(error), self._backoff_s(call.attempt)
-        again = rule.again and call.attempt < self._policy.max_retries
+        again = rule.again and call.attempt < self._policy.max_retries and not call.passed
         again = again and self._clock() + wait_s < call.limit
         if again and not self._budget.take():
             self.counters.retries_denied += 1

@@ -7,6 +7,7 @@ accept has a client.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollstream.errors import ConfigError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _CLIENTS: dict[str, Callable[[str, AiohttpTransport, ClientOptions], EngineClient]] = {
     "sglang": SglangClient,
     "vllm": VllmClient,
-    "hf": SglangClient,
+    "hf": partial(SglangClient, streams=False),
     "sim": SglangClient,
 }
 

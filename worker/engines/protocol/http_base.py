@@ -3,7 +3,8 @@
 Owns the transport, how a body is written and read, the time that a call may take, and what a lost
 connection is called. Never retries and never chooses an engine: that is the pool's; the words of a
 protocol are its client's. Invariant: whatever ends a call other than its reply (timeout,
-cancellation), the engine is told to stop sampling.
+cancellation), the engine is told to stop sampling. A call with a sink is streamed (`streams`), and
+returns the very same.
 
 The transport is called directly, and a body is joined when it is written and dropped then: a
 request in flight holds neither its bytes nor a reference cycle (docs/engines.md, "Cost").
@@ -25,13 +26,14 @@ from rollstream.errors import ConfigError, ContractError, EngineFault
 from rollstream.sample import UNKNOWN_VERSION
 
 from ...sampling import Sampling
-from ...types import Completion, Finish, RequestIds
+from ...types import Completion, Finish, RequestIds, TokenSink
 from ..client import Extension, Look
-from ..faults import Detail, detail_of_status, fault
+from ..faults import Detail, detail_of_status, fault, rule_of
 from .checks import error_text
 from .connections import LineConnector, LineTransport
 from .replay import Asked, ReplayShape
 from .request import TAIL, body_bytes, body_length
+from .streams import Joiner, StreamedReply, is_stream
 from .versions import VersionMap
 from .wire_log import WireLog
 
@@ -212,8 +214,14 @@ class HttpClient(ABC):
 
     # --- what a protocol says --------------------------------------------------------------------
     @abstractmethod
-    def _head(self, sampling: Sampling, sent: Sent, *, routing_key: str, salt: int) -> bytes:
-        """Return the request's body in front of the ids."""
+    def _head(
+        self, sampling: Sampling, sent: Sent, *, routing_key: str, salt: int, streams: bool
+    ) -> bytes:
+        """Return the request's body in front of the ids; it may ask for a stream."""
+
+    @abstractmethod
+    def _joiner(self, sent: Sent) -> Joiner | None:
+        """Return what reads a streamed reply; None where this one cannot be streamed."""
 
     @abstractmethod
     def _headers(self, sent: Sent, routing_key: str) -> dict[str, str]:
@@ -252,7 +260,7 @@ class HttpClient(ABC):
         """Sample a continuation of `prompt` in one try.
 
         Args:
-            prompt: all ids held so far.
+            prompt: all ids held so far; its sink is passed what is sampled (`begin` is the pool's).
             sampling: the effective parameters.
             rid: of this try.
             routing_key: sent with the request, for routers.
@@ -280,24 +288,30 @@ class HttpClient(ABC):
             sampling.max_new_tokens,
             self._asked(prompt),
         )
-        head = self._head(sampling, sent, routing_key=routing_key, salt=salt)
+        witness, sink = prompt.witness, prompt.sink
+        stream = None if sink is None else self._stream(sink, sent)
+        head = self._head(
+            sampling, sent, routing_key=routing_key, salt=salt, streams=stream is not None
+        )
         request, body = self._request(head, prompt, sent, routing_key)
-        witness = prompt.witness
         if self._wire_log is not None:
             await self._wire_log.keep(rid, "req", body_bytes(head, prompt))
         del head, prompt
-        max_bytes = _longest_reply(sent)
         bound = asyncio.timeout(None if limit_s == float("inf") else limit_s)
         patience = _Patience(self, rid, bound, extend)
         try:
             async with bound:
                 patience.start(timeout_s)
-                status, raw = await self._send(request, max_bytes)
+                status, raw = await self._send(request, _longest_reply(sent), stream)
         except TimeoutError:
             if not patience.over:
                 self.abort_soon(rid)
             raise fault(Detail.TIMEOUT, f"{self.url}: no reply within {timeout_s:g} s") from None
-        except asyncio.CancelledError:
+        except EngineFault as error:
+            if stream is not None and stream.is_open and not rule_of(error).stop_first:
+                self.abort_soon(rid)  # nobody else does for what was wrong before its end
+            raise
+        except BaseException:
             self.abort_soon(rid)
             raise
         finally:
@@ -305,12 +319,27 @@ class HttpClient(ABC):
         if self._wire_log is not None:
             await self._wire_log.keep(rid, "rep", raw)
         completion = self._read(status, raw, sent)
+        num_passed = 0 if stream is None else stream.check(completion)
         completion.dispatched_version = version
         if witness is not None:
             witness.add(body.sent, completion)
         if patience.over and completion.finish is Finish.ABORT:
             raise fault(Detail.TIMEOUT, f"{self.url}: aborted after {timeout_s:g} s")
+        if sink is not None and num_passed < len(completion.ids):
+            sink.add(completion.ids[num_passed:])
         return completion
+
+    def _stream(self, sink: TokenSink, sent: Sent) -> StreamedReply | None:
+        joiner = self._joiner(sent)
+        if joiner is None:
+            return None
+        return StreamedReply(
+            joiner,
+            sink,
+            sent,
+            max_token_id=self._options.max_token_id,
+            max_bytes=_longest_reply(sent),
+        )
 
     def _asked(self, prompt: RequestIds) -> Asked | None:
         if prompt.replay_start is None:
@@ -342,15 +371,24 @@ class HttpClient(ABC):
         return request, body
 
     async def _send(
-        self, request: httpx.Request, max_bytes: int = MAX_REPLY_BYTES
+        self,
+        request: httpx.Request,
+        max_bytes: int = MAX_REPLY_BYTES,
+        stream: StreamedReply | None = None,
     ) -> tuple[int, bytes]:
-        """Return status and whole body; half a body is a fault, never an answer."""
+        """Return status and whole body; half a body is a fault, never an answer.
+
+        With `stream` it is made of events, where they come: an error, and the reply of a server
+        that does not stream, come as one body all the same.
+        """
         if self._closed:
             raise fault(Detail.NO_ENGINE, f"{self.url}: the client is closed")
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
             try:
                 assert isinstance(response.stream, httpx.AsyncByteStream)
+                if stream is not None and is_stream(response):
+                    return 200, await stream.read(aiter(response.stream))
                 chunks, num_bytes = [], 0
                 async for chunk in response.stream:
                     chunks.append(chunk)

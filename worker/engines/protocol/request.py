@@ -90,6 +90,7 @@ class RequestWriter:
         routing_key: str,
         salt: int = UNKNOWN_VERSION,
         replay: Asked | None = None,
+        interval: int = 0,
     ) -> bytes:
         """Return everything in front of the ids.
 
@@ -99,13 +100,18 @@ class RequestWriter:
             routing_key: any text.
             salt: the weight version that the prefix cache is salted with; unknown is no salt.
             replay: which rows are wanted back; None asks in the very bytes of a request without.
+            interval: a stream is asked for, with so many new tokens in an event; 0 asks for none,
+                in the very bytes as well.
         """
         extra = b"" if salt == UNKNOWN_VERSION else b',"extra_key":"v%d"' % salt
-        return b'%b"max_new_tokens":%d,"sampling_seed":%d}%b"stream":false,"rid":"%b",' % (
+        paced = b',"stream_interval":%d' % interval if interval else b""
+        return b'%b"max_new_tokens":%d,"sampling_seed":%d%b}%b"stream":%b,"rid":"%b",' % (
             self._prefixes.of(sampling),
             sampling.max_new_tokens,
             sampling.seed,
+            paced,
             _FLAGS if replay is None else _replay_flags(replay),
+            _TRUTH[interval > 0],
             rid.encode(),
         ) + b'"routing_key":%b%b%b,"input_ids":[' % (
             _ENCODER.encode(routing_key),

@@ -20,6 +20,7 @@ from .checks import UNREADABLE
 from .http_base import ClientOptions, HttpClient, Sent, header_value
 from .reply import read_reply
 from .request import ROUTING_HEADER, RequestWriter
+from .stream import SglangJoiner, interval_of
 
 _PAUSED = 503
 """What `/ready` answers while generation is paused, and before the model is loaded."""
@@ -35,14 +36,33 @@ class ModelInfo(msgspec.Struct):
 class SglangClient(HttpClient):
     """One engine that speaks SGLang's protocol, by its base URL."""
 
-    def __init__(self, url: str, transport: AiohttpTransport, options: ClientOptions) -> None:
+    def __init__(
+        self,
+        url: str,
+        transport: AiohttpTransport,
+        options: ClientOptions,
+        *,
+        streams: bool = True,
+    ) -> None:
+        """`streams` says whether the server can; from one that cannot, replies come as a whole."""
         super().__init__(url, transport, options, path="/generate")
         self._writer = RequestWriter(lora_path=options.lora_path)
+        self._streams = streams
 
-    def _head(self, sampling: Sampling, sent: Sent, *, routing_key: str, salt: int) -> bytes:
+    def _head(
+        self, sampling: Sampling, sent: Sent, *, routing_key: str, salt: int, streams: bool
+    ) -> bytes:
         return self._writer.head(
-            sampling, rid=sent.rid, routing_key=routing_key, salt=salt, replay=sent.replay
+            sampling,
+            rid=sent.rid,
+            routing_key=routing_key,
+            salt=salt,
+            replay=sent.replay,
+            interval=interval_of(sent.max_new_tokens) if streams else 0,
         )
+
+    def _joiner(self, sent: Sent) -> SglangJoiner | None:
+        return SglangJoiner(sent) if self._streams else None
 
     def _headers(self, sent: Sent, routing_key: str) -> dict[str, str]:
         return {ROUTING_HEADER: header_value(routing_key)}

@@ -22,6 +22,7 @@ from .checks import UNREADABLE, error_text
 from .http_base import ClientOptions, HttpClient, Sent, header_value
 from .vllm_reply import ID_PREFIXES, read_vllm_reply
 from .vllm_request import PATHS, REQUEST_HEADER, SESSION_HEADER, Route, VllmWriter
+from .vllm_stream import INTERVAL, VllmJoiner
 
 _ABSENT = frozenset({404, 405})
 """What a server answers on a path that it does not have."""
@@ -68,8 +69,21 @@ class VllmClient(HttpClient):
         self._writer = VllmWriter(self._route, model=options.model)
         self._has_route = False
 
-    def _head(self, sampling: Sampling, sent: Sent, *, routing_key: str, salt: int) -> bytes:
-        return self._writer.head(sampling, rid=sent.rid, salt=salt, replay=sent.replay)
+    def _head(
+        self, sampling: Sampling, sent: Sent, *, routing_key: str, salt: int, streams: bool
+    ) -> bytes:
+        return self._writer.head(
+            sampling,
+            rid=sent.rid,
+            salt=salt,
+            replay=sent.replay,
+            interval=INTERVAL if streams else 0,
+        )
+
+    def _joiner(self, sent: Sent) -> VllmJoiner | None:
+        if sent.replay is not None and self._route is Route.COMPLETIONS:
+            return None  # whose streams have no routed experts
+        return VllmJoiner(sent, self._route)
 
     def _headers(self, sent: Sent, routing_key: str) -> dict[str, str]:
         return {SESSION_HEADER: header_value(routing_key), REQUEST_HEADER: sent.rid}

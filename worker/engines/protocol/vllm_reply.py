@@ -165,18 +165,28 @@ def read_vllm_reply(
 
 def _choice(reply: _Reply, sent: Sent, prefix: str) -> _Choice:
     said = reply.request_id if reply.request_id is not None else reply.id
-    if said is not None and said != prefix + sent.rid:
+    check_name(said, prefix + sent.rid, sent.engine)
+    choices = reply.choices
+    check_choices(len(choices), choices[0].index if choices else None, sent.engine)
+    return choices[0]
+
+
+def check_name(said: str | None, wanted: str, engine: str) -> None:
+    """Refuse the reply to another request."""
+    if said is not None and said != wanted:
+        raise fault(
+            Detail.BAD_REPLY, f"{engine} answered request {wanted} with the reply of {said}"
+        )
+
+
+def check_choices(num: int, first: int | None, engine: str) -> None:
+    """Refuse a reply of none or several choices, or of another than the first."""
+    if num != 1 or first != 0:
         raise fault(
             Detail.BAD_REPLY,
-            f"{sent.engine} answered request {prefix}{sent.rid} with the reply of {said}",
+            f"{engine} answered with {num} choices (the first is number {first}) where one was "
+            "asked for",
         )
-    if len(reply.choices) != 1 or reply.choices[0].index != 0:
-        raise fault(
-            Detail.BAD_REPLY,
-            f"{sent.engine} answered with {len(reply.choices)} choices (the first is number "
-            f"{reply.choices[0].index if reply.choices else 'none'}) where one was asked for",
-        )
-    return reply.choices[0]
 
 
 def _finish(choice: _Choice, engine: str) -> Finish:

@@ -39,6 +39,8 @@ class Route(StrEnum):
 PATHS = {Route.GENERATE: "/inference/v1/generate", Route.COMPLETIONS: "/v1/completions"}
 
 _ENCODER = msgspec.json.Encoder()
+_STREAM = b'"stream":true,"stream_options":{"include_usage":true}'
+"""Counts and what the prefix cache gave come in an event of their own, and only where asked for."""
 _ALL = -1
 """What `Sampling.top_k` says for all tokens; vLLM says 0."""
 _COMPLETION_FLAGS: dict[str, Any] = {
@@ -59,7 +61,13 @@ class VllmWriter:
         self._model = b'"model":%b,' % _ENCODER.encode(model) if model else b""
 
     def head(
-        self, sampling: Sampling, *, rid: str, salt: int = UNKNOWN_VERSION, replay: Asked | None
+        self,
+        sampling: Sampling,
+        *,
+        rid: str,
+        salt: int = UNKNOWN_VERSION,
+        replay: Asked | None,
+        interval: int = 0,
     ) -> bytes:
         """Return everything in front of the ids.
 
@@ -68,17 +76,19 @@ class VllmWriter:
             rid: of this try.
             salt: the weight version that the prefix cache is salted with; unknown is no salt.
             replay: from which row on routed experts are wanted; the server's flag says whether.
+            interval: a stream is asked for, with so many new tokens in an event; 0 asks for none.
         """
         is_generate = self._route is Route.GENERATE
-        start = b""
+        start = b',"stream_interval":%d' % interval if interval else b""
         if replay is not None and replay.start:
-            start = b',"routed_experts_prompt_start":%d' % replay.start
-        return b'%b"max_tokens":%d,"seed":%d%b%b,"stream":false,"request_id":"%b",%b%b%b:[' % (
+            start += b',"routed_experts_prompt_start":%d' % replay.start
+        return b'%b"max_tokens":%d,"seed":%d%b%b,%b,"request_id":"%b",%b%b%b:[' % (
             self._prefixes.of(sampling),
             sampling.max_new_tokens,
             sampling.seed,
             start,
             b"}" if is_generate else b"",
+            _STREAM if interval else b'"stream":false',
             rid.encode(),
             self._model,
             b"" if salt == UNKNOWN_VERSION else b'"cache_salt":"v%d",' % salt,

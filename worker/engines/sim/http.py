@@ -1,9 +1,10 @@
 """A lean HTTP/1.1 server: whole requests in, whole answers out, thousands of them in flight.
 
 Owns parsing and connections. Never knows what is served: a handler gets an `Exchange` and answers
-it, at once or later. Invariant: one exchange at a time per connection, answered in order; a body
-over the limit, or framed other than by Content-Length, is refused and the connection closed; with
-`keepalive_s`, a connection that has been idle for so long since its last answer is closed.
+it, at once or later, as a whole or in pieces. Invariant: one exchange at a time per connection,
+answered in order; a body over the limit, or framed other than by Content-Length, is refused and the
+connection closed; with `keepalive_s`, a connection that has been idle for so long since its last
+answer is closed.
 
 It exists because an engine's stand-in must not be what a benchmark measures: a request costs about
 a tenth of what a full web framework takes.
@@ -39,17 +40,28 @@ class Exchange:
     Attributes:
         query: what follows the path's question mark.
         closed: the client went away; an answer would go nowhere.
-        on_close: called when that happens before the answer.
+        on_close: called when that happens before the answer, or its end.
+        is_streamed: the answer has begun, in pieces.
     """
 
-    __slots__ = ("_connection", "body", "closed", "head", "method", "on_close", "path", "query")
+    __slots__ = (
+        "_connection",
+        "body",
+        "closed",
+        "head",
+        "is_streamed",
+        "method",
+        "on_close",
+        "path",
+        "query",
+    )
 
     def __init__(
         self, connection: _Connection, method: str, path: str, query: str, head: bytes, body: bytes
     ) -> None:
         self.method, self.path, self.query, self.head = method, path, query, head
         self.body = body
-        self.closed = False
+        self.closed = self.is_streamed = False
         self.on_close: Callable[[], None] | None = None
         self._connection: _Connection | None = connection
 
@@ -58,6 +70,31 @@ class Exchange:
         connection, self._connection = self._connection, None
         if connection is not None and not self.closed:
             connection.send(status, body, content_type)
+
+    def begin(self, content_type: bytes = b"text/event-stream") -> None:
+        """Send the head of an answer whose pieces follow."""
+        self.is_streamed = True
+        if self._connection is not None and not self.closed:
+            self._connection.begin(200, content_type)
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece; one to a client that left is dropped."""
+        if self._connection is not None and not self.closed and piece:
+            self._connection.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def end(self) -> None:
+        """End an answer that came in pieces."""
+        connection, self._connection = self._connection, None
+        if connection is not None and not self.closed:
+            connection.write(b"0\r\n\r\n")
+            connection.answered()
+
+    def break_piece(self, piece: bytes) -> None:
+        """Send half a piece and close the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None and not self.closed:
+            connection.write(b"%x\r\n%b" % (len(piece), piece[: len(piece) // 2]))
+            connection.close()
 
     def header(self, name: bytes) -> str | None:
         """Return a header's value, None where it is not sent.
@@ -171,14 +208,28 @@ class _Connection(asyncio.Protocol):
     def send(
         self, status: int, body: bytes, content_type: bytes, num_bytes: int | None = None
     ) -> None:
-        self._exchange = None
-        if self._transport is None:
-            return
         reason = _REASONS.get(status, b"Status")
-        self._transport.write(
+        self.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b"
             % (status, reason, content_type, len(body), body[:num_bytes])
         )
+        self.answered()
+
+    def begin(self, status: int, content_type: bytes) -> None:
+        self.write(
+            b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ntransfer-encoding: chunked\r\n\r\n"
+            % (status, _REASONS.get(status, b"Status"), content_type)
+        )
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def answered(self) -> None:
+        """Go on to the next exchange."""
+        self._exchange = None
+        if self._transport is None:
+            return
         if self._buffer:
             asyncio.get_running_loop().call_soon(self._next)
         if self._keepalive_s > 0.0:
