@@ -16,7 +16,7 @@ from rollstream.errors import ConfigError
 from tests.vocabulary_once import tokenizer_of
 from worker.engines.sim.answers import load_answers
 from worker.engines.sim.policy import Policy
-from worker.engines.sim.script import PolicyConfig, solve_rate
+from worker.engines.sim.script import SUBMIT, PolicyConfig, solve_rate
 
 ROOT = Path(__file__).parents[3]
 CALCULATOR = {
@@ -24,6 +24,13 @@ CALCULATOR = {
     "function": {
         "name": "calculator",
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
     },
 }
 QUESTION = "Ann has 12 apples and buys 7 more. How many has she?"
@@ -40,15 +47,20 @@ def ids_of(policy: Policy, text: str) -> list[int]:
 
 
 def a_chat(
-    policy: Policy, *, tools: bool = True, question: str = QUESTION, after: str = ""
+    policy: Policy,
+    *,
+    tools: bool = True,
+    question: str = QUESTION,
+    after: str = "",
+    listed: object = CALCULATOR,
 ) -> list[int]:
     """Return prompt ids in Qwen3's format."""
     system = ""
     if tools:
-        listed = json.dumps(CALCULATOR)
         system = (
             "<|im_start|>system\n# Tools\n\nSignatures are within <tools></tools> XML tags:\n"
-            f"<tools>\n{listed}\n</tools>\n\nAnswer within <tool_call></tool_call>.<|im_end|>\n"
+            f"<tools>\n{json.dumps(listed)}\n</tools>\n\n"
+            "Answer within <tool_call></tool_call>.<|im_end|>\n"
         )
     user = f"<|im_start|>user\n{question}<|im_end|>\n"
     return ids_of(policy, f"{system}{user}{after}<|im_start|>assistant\n")
@@ -203,6 +215,23 @@ def test_policy_answers_after_a_tool_result_and_stops_calling_in_the_end(policy:
     assert 0 < sum("<tool_call>" in text for text in after_one) < 80
     after_four = texts(policy, a_chat(policy, after=result * 4), 50)
     assert not any("<tool_call>" in text for text in after_four)
+
+
+def test_policy_works_in_a_shell_and_hands_its_answer_in(policy: Policy) -> None:
+    result = "<|im_start|>user\n<tool_response>\n84\n</tool_response><|im_end|>\n"
+    texts: dict[int, list[str]] = {}
+    for results in (0, 1, 9):
+        prompt = a_chat(policy, after=result * results, listed=BASH)
+        texts[results] = [
+            policy.vocabulary.decode(policy.expected(prompt, sampling(seed))[0])
+            for seed in range(40)
+        ]
+    assert all('"name": "bash"' in text for text in texts[0])
+    assert sum(f"{SUBMIT} && echo 19" in text for text in texts[1]) >= 5
+    assert sum("tee -a notes.txt" in text for text in texts[1]) >= 1
+    assert not any(SUBMIT in text for text in texts[0])
+    # An agent that went on all the same is answered in words.
+    assert not any("bash" in text for text in texts[9])
 
 
 def test_policy_solves_some_problems_always_some_never_and_most_sometimes(

@@ -249,7 +249,8 @@ class Policy:
         situation = Situation(
             question=question,
             answer=self._answers.get(question),
-            tools=tools,
+            tools=tools.expression,
+            shells=tools.command,
             num_results=results,
         )
         text = write_text(situation, self.config, Draw(text_key))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -30,6 +31,10 @@ _SENTENCES = (
     "A naïve reading would overcount 🤔 by one.",
     "Multiplying first keeps every intermediate value whole.",
 )
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""How mini-swe-agent hands in; what else the command writes is the answer."""
+MAX_COMMANDS = 5
+"""An agent that goes on behind these is answered in words."""
 _LEADS = ("I will compute this exactly.", "Let me use the tool for the arithmetic.", "")
 
 
@@ -97,6 +102,8 @@ class Situation:
     """Functions that take an `expression`."""
     num_results: int
     """Tool results since the question."""
+    shells: tuple[str, ...] = ()
+    """Functions that take a shell's `command`; only where there is no other."""
 
 
 def write_text(situation: Situation, config: PolicyConfig, draw: Draw) -> str:
@@ -106,7 +113,9 @@ def write_text(situation: Situation, config: PolicyConfig, draw: Draw) -> str:
     if draw.unit() < config.think_rate:
         parts.append(f"<think>\n{_sentences(numbers, config, draw)}\n</think>\n\n")
     rate = config.tool_rate if situation.num_results == 0 else config.again_rate
-    if situation.tools and situation.num_results < 4 and draw.unit() < rate:
+    if situation.shells and not situation.tools and situation.num_results < MAX_COMMANDS:
+        parts.append(_command(situation, numbers, config, draw))
+    elif situation.tools and situation.num_results < 4 and draw.unit() < rate:
         parts.append(_calls(situation, numbers, config, draw))
     else:
         if draw.unit() < 0.7:
@@ -132,6 +141,21 @@ def _calls(situation: Situation, numbers: Sequence[str], config: PolicyConfig, d
             text = text[:-2]
         blocks.append(f"<tool_call>\n{text}\n</tool_call>")
     return "\n".join(blocks)
+
+
+def _command(situation: Situation, numbers: Sequence[str], config: PolicyConfig, draw: Draw) -> str:
+    """Return a call of a shell: arithmetic first, and then how a coding agent hands in."""
+    if situation.num_results == 0 or draw.unit() < config.again_rate:
+        a, b = draw.pick(numbers), draw.pick(numbers)
+        command = f"echo $(({a} {draw.pick('+-*')} {b})) | tee -a notes.txt"
+    else:
+        command = f"{SUBMIT} && echo {shlex.quote(_answer(situation, config, draw))}"
+    text = json.dumps({"name": draw.pick(situation.shells), "arguments": {"command": command}})
+    if draw.unit() < config.malformed_rate:
+        text = text[:-2]
+    lead = draw.pick(_LEADS)
+    block = f"<tool_call>\n{text}\n</tool_call>"
+    return f"{lead}\n{block}" if lead else block
 
 
 def _answer(situation: Situation, config: PolicyConfig, draw: Draw) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -19,6 +19,13 @@ from rollstream.sample import TokenIds
 
 V = TypeVar("V")
 _CACHE_ENTRIES = 65_536
+
+
+class Listed(NamedTuple):
+    """The functions of a prompt that the policy knows how to call, by the parameter they take."""
+
+    expression: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
 
 
 class Vocabulary:
@@ -33,7 +40,7 @@ class Vocabulary:
         self._no_thinking = self._encode("<think>\n\n</think>\n\n")
         self._roles = {role: self._encode(role)[0] for role in ("system", "user")}
         self._pieces: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
-        self._systems: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+        self._systems: OrderedDict[bytes, Listed] = OrderedDict()
         self._questions: OrderedDict[bytes, str] = OrderedDict()
         self._pairs: dict[int, tuple[tuple[int, int], ...]] = {}
         self.size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -75,16 +82,16 @@ class Vocabulary:
                 return end
         return None
 
-    def read_prompt(self, head: TokenIds) -> tuple[str, tuple[str, ...], int]:
-        """Return (question, names of tools that take an `expression`, tool results since then).
+    def read_prompt(self, head: TokenIds) -> tuple[str, Listed, int]:
+        """Return (question, the tools that it can call, tool results since the question).
 
         A prompt without chat format is the question itself.
         """
         starts = np.flatnonzero(head == self.im_start).tolist()
         if not starts:
-            return self._text(head), (), 0
+            return self._text(head), Listed(), 0
         ends = [*starts[1:], len(head)]
-        tools: tuple[str, ...] = ()
+        tools = Listed()
         if head[starts[0] + 1 : starts[0] + 2].tolist() == [self._roles["system"]]:
             system = head[starts[0] : ends[0]]
             tools = _cached(self._systems, system.tobytes(), lambda: self._tools(system))
@@ -103,18 +110,20 @@ class Vocabulary:
 
         return _cached(self._questions, ids.tobytes(), read)
 
-    def _tools(self, system: TokenIds) -> tuple[str, ...]:
-        """Return the names of the listed functions that have a parameter `expression`."""
+    def _tools(self, system: TokenIds) -> Listed:
+        """Return the names of the listed functions that have one of the known parameters."""
         listed = self.decode(system).rpartition("<tools>\n")[2].partition("\n</tools>")[0]
-        names = []
+        names: dict[str, list[str]] = {parameter: [] for parameter in Listed._fields}
         for line in listed.splitlines():
             try:
                 function = json.loads(line)["function"]
-                if "expression" in function["parameters"]["properties"]:
-                    names.append(str(function["name"]))
+                taken = function["parameters"]["properties"]
+                for parameter in Listed._fields:
+                    if parameter in taken:
+                        names[parameter].append(str(function["name"]))
             except (ValueError, KeyError, TypeError):
                 continue
-        return tuple(names)
+        return Listed(*map(tuple, names.values()))
 
     def two_for(self, token: int, draw: int) -> tuple[int, int] | None:
         """Return two tokens that spell the same as this one, None where there are none."""
