@@ -35,6 +35,7 @@ OTHER = "other"
 MISMATCH_KINDS = ("prefix", "sampled", "log_prob")
 DIVERGENCE_POLICIES = ("reject", "fork", "keep_prefix")
 RESCORE_OUTCOMES = ("compared", "not_comparable", "dropped", "failed")
+GATEWAY_OUTCOMES = ("ok", "refused", "failed", "left")
 
 SECONDS_BUCKETS = (
     .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1200, 1800, 3600,
@@ -221,6 +222,7 @@ class Metrics:
         )  # fmt: skip
         self._declare_engines()
         self._declare_fidelity()
+        self._declare_gateway()
         self._bind_children()
 
     def _declare_engines(self) -> None:
@@ -243,10 +245,8 @@ class Metrics:
         )  # fmt: skip
         engines = prom.Gauge("rollout_engines", "Engines by state", ["state"], registry=registry)
         self._engines = {state: engines.labels(state.value) for state in State}
-        self._pool = {
-            name: prom.Counter(f"rollout_{name}", text, registry=registry)
-            for name, text in _POOL_COUNTERS.items()
-        }
+        pool = _POOL_COUNTERS.items()
+        self._pool = {n: prom.Counter(f"rollout_{n}", t, registry=registry) for n, t in pool}
 
     def _declare_fidelity(self) -> None:
         registry = self.registry
@@ -275,6 +275,16 @@ class Metrics:
         self._calls = {name: calls.labels(name) for name in ("checked", "unknown")}
         self._divergence_children = {p: divergences.labels(p) for p in DIVERGENCE_POLICIES}
         self._rescored = {name: rescored.labels(name) for name in RESCORE_OUTCOMES}
+
+    def _declare_gateway(self) -> None:
+        registry = self.registry
+        self.gateway_sessions = prom.Gauge(
+            "rollout_gateway_sessions", "Sessions that agents may call", registry=registry
+        )
+        requests = prom.Counter(
+            "rollout_gateway_requests", "Requests of agents", ["outcome"], registry=registry
+        )
+        self._gateway = {name: requests.labels(name) for name in GATEWAY_OUTCOMES}
 
     def _bind_children(self) -> None:
         envs = self._env_labels
@@ -413,6 +423,13 @@ class Metrics:
         for outcome, total in totals.items():
             self._follow(self._rescored[outcome], total)
 
+    def gateway(self, requests: Mapping[str, int], open_sessions: int) -> None:
+        """Publish the running totals of agents' requests, by outcome, and the sessions now."""
+        for outcome, total in requests.items():
+            if outcome in self._gateway:
+                self._follow(self._gateway[outcome], total)
+        self.gateway_sessions.set(open_sessions)
+
     def _follow(self, child: prom.Counter, total: int) -> None:
         new = total - self._totals.get(child, 0)
         if new > 0:
@@ -430,16 +447,12 @@ class Metrics:
             gauge.set(states[state])
         for number, place in enumerate(self._places):
             self._publish_place(str(number), place, places.get(number))
-        for name, total in (
-            ("engine_retries", pool.retries),
-            ("engine_retries_denied", pool.retries_denied),
-            ("engine_stale_connections", pool.stale_connections),
-            ("engine_ejections", pool.ejections),
-            ("engine_waits", pool.waits),
-            ("engine_pauses", pool.pauses),
-            ("aborted_calls", pool.aborted),
-        ):
-            self._follow(self._pool[name], total)
+        totals = (  # in the order of `_POOL_COUNTERS`
+            pool.retries, pool.retries_denied, pool.stale_connections, pool.ejections,
+            pool.waits, pool.pauses, pool.aborted,
+        )  # fmt: skip
+        for counter, total in zip(self._pool.values(), totals, strict=True):
+            self._follow(counter, total)
 
     def _publish_place(self, label: str, place: _Place, engine: EngineFigures | None) -> None:
         shown = (NOBODY,) * 3 if engine is None else (engine.up, engine.lag, engine.limit)

@@ -18,6 +18,7 @@ from worker.members.fidelity import Kind
 from worker.telemetry.metrics import (
     DIVERGENCE_POLICIES,
     ENGINE_OUTCOMES,
+    GATEWAY_OUTCOMES,
     MAX_SERIES,
     MISMATCH_KINDS,
     RESCORE_OUTCOMES,
@@ -68,6 +69,7 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
     given.fidelity(dict.fromkeys(Kind, 1), checked=1, unknown=1)
     given.rescored(dict.fromkeys(RESCORE_OUTCOMES, 1))
     given.differences([0.0, 0.02, 5.0])
+    given.gateway(dict.fromkeys((*GATEWAY_OUTCOMES, "never heard of"), 1), open_sessions=2)
     given.flush()
 
     assert given.num_series() == before
@@ -335,3 +337,16 @@ def test_no_spans_records_nothing() -> None:
     with timed(spans, "tool"):
         pass
     assert spans.spans == []
+
+
+def test_requests_of_agents_are_counted_by_outcome_beside_the_open_sessions() -> None:
+    given = metrics()
+
+    assert 'rollout_gateway_requests_total{outcome="left"} 0.0' in text_of(given)
+    given.gateway({"ok": 3, "left": 1}, open_sessions=5)
+    given.gateway({"ok": 4, "left": 1, "refused": 2}, open_sessions=4)
+
+    shown = text_of(given)
+    totals = dict(re.findall(r'rollout_gateway_requests_total\{outcome="(\w+)"\} (\S+)', shown))
+    assert totals == {"ok": "4.0", "refused": "2.0", "failed": "0.0", "left": "1.0"}
+    assert "\nrollout_gateway_sessions 4.0\n" in shown
