@@ -13,14 +13,14 @@ Axes: C sampled tokens of one reply.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rollstream.sample import TokenIds, empty_ids
 
+from ..sampling import Sampling
 from ..tito.ids import ids_json
 from ..tito.trajectory import last_of
 from ..tito.turns import REPLAY
@@ -36,7 +36,7 @@ class Answer:
     """The weight version at the try that brought it."""
     current: int
     """The one known when it came."""
-    sampling: dict[str, Any]
+    sampling: Sampling
     """The effective parameters, with the seed."""
 
 
@@ -60,9 +60,9 @@ class Context:
         self.parent, self.observed = parent, observed
         self.answers: list[Answer] = []
         count = len(observed.ids)
-        self.num_root = count if parent is None else parent.num_root
-        self.num_prompt = count if parent is None else parent.num_tokens + count
-        self.num_tokens = self.num_prompt
+        self.num_root: int = count if parent is None else parent.num_root
+        self.num_prompt: int = count if parent is None else parent.num_tokens + count
+        self.num_tokens: int = self.num_prompt
         self._known: tuple[int | None, ...] = (
             (None,) * len(REPLAY) if parent is None else parent._known
         )
@@ -140,7 +140,7 @@ class Context:
             held = held.parent
         return found[::-1]
 
-    def _back(self) -> Any:
+    def _back(self) -> Iterator[TokenIds]:
         """Yield the parts of ids in front of the sampled ones, the last one first."""
         yield self.observed.ids
         held = self.parent
