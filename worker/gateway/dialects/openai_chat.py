@@ -109,7 +109,7 @@ class OpenAIChat:
         """Return a `chat.completion`."""
         log_probs = None
         if request.log_probs:
-            content = list(_log_probs(reply.pieces, reply.log_probs))
+            content = list(sampled_log_probs(reply.pieces, reply.log_probs))
             log_probs = {"content": content, "refusal": None}
         return {
             "id": ID_PREFIX + reply.id,
@@ -174,7 +174,7 @@ class ChatStreamer:
             # No content came: it is "" in the reply without stream, and null only beside calls.
             events.append(self._chunk({"content": ""}))
         if self._with_log_probs:
-            entries = list(_log_probs(reply.pieces, reply.log_probs))
+            entries = list(sampled_log_probs(reply.pieces, reply.log_probs))
             events += [
                 self._chunk({}, log_probs=entries[at : at + LOGPROBS_A_CHUNK])
                 for at in range(0, len(entries), LOGPROBS_A_CHUNK)
@@ -258,7 +258,7 @@ def _usage(reply: ChatReply) -> dict[str, Any]:
     }
 
 
-def _log_probs(pieces: Sequence[str], log_probs: LogProbs) -> Iterator[dict[str, Any]]:
+def sampled_log_probs(pieces: Sequence[str], log_probs: LogProbs) -> Iterator[dict[str, Any]]:
     """Yield an entry for every sampled id, so that ids stay countable.
 
     Half a character has bytes but no text of its own: its token is U+FFFD.
