@@ -25,6 +25,7 @@ from .ids import as_ids
 from .messages import normalize_messages
 from .reasoning import Reasoning, Split, joined
 from .renderer import VocabularyRenderer
+from .settled import Marked, Nothing, Openings, Settler
 from .tokenizer import Tokenizer
 
 _TEMPLATE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
@@ -203,6 +204,17 @@ class RenderersBackend(VocabularyRenderer[list[dict[str, Any]]]):
             thoughts += [] if said.reasoning is None else [said.reasoning]
         reasoning = joined(thoughts) if thoughts else None
         return AssistantMessage(joined(contents), reasoning, calls, abnormal)
+
+    def settler(self, window: TokenIds) -> Settler:
+        """Return what reads a reply while it is sampled, behind `window`."""
+        if not self.tokenizer.decodes_in_pieces:
+            return Nothing()
+        own = getattr(self._inner, "settler", None)
+        if own is not None:
+            settler: Settler = own()
+            return settler
+        openings: Openings | None = getattr(self._inner, "openings", None)
+        return Marked(self.tokenizer, self._stop_ids, self._reasoning, window.tolist(), openings)
 
     def _parse_piece(
         self, ids: list[int], end: list[int], tail: list[int], tools: Sequence[Message] | None

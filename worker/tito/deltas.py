@@ -1,13 +1,8 @@
-"""Tool calls in a stream: ours cut into OpenAI's deltas, an upstream's deltas gathered to calls.
+"""Tool calls in a stream: ours cut into OpenAI's deltas, others' deltas gathered to calls.
 
-Owns what a chunk of a stream says about calls. Never parses ids, never executes, does no I/O.
+Owns how a call is cut, and its arguments as text. Never parses ids, never executes, does no I/O.
 Invariant: the pieces of a call's arguments, concatenated, are byte for byte what the reply without
-streaming says; and a stream gives the same calls however it was cut into chunks. So nothing of a
-call is sent before the whole of it was judged (`calls.judge_call`): what was sent cannot be taken
-back, and a call that turns out malformed is text.
-
-For the gateway to agents, which answers chat completions out of finished replies (`message_deltas`)
-and reads an upstream's (`CallGatherer`); `CallText` is for text that grows, where there are no ids.
+streaming says; and a stream gives the same calls however it was cut into chunks.
 """
 
 from __future__ import annotations
@@ -17,16 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..types import AssistantMessage, ProblemKind, ToolCall
-from .calls import MAX_LATER_CLOSES, judge_call, new_call_id
+from ..types import ToolCall
+from .calls import new_call_id
 
-PIECE_CHARS = 64
+PIECE_CHARS = 256
 """Arguments are sent in pieces of this many characters."""
 MAX_CALLS = 1024
 """More calls in one upstream message are no message."""
 
 Delta: TypeAlias = dict[str, Any]
-"""The `delta` of one choice: `{"content": …}` or `{"tool_calls": [one entry]}`."""
+"""The `delta` of one choice: `{"tool_calls": [one entry]}`."""
 
 
 def arguments_text(call: ToolCall) -> str:
@@ -34,142 +29,24 @@ def arguments_text(call: ToolCall) -> str:
     return json.dumps(call.arguments, ensure_ascii=False, separators=(",", ":"))
 
 
-def call_deltas(call: ToolCall, index: int, *, piece_chars: int = PIECE_CHARS) -> Iterator[Delta]:
+def call_deltas(
+    call: Mapping[str, Any], index: int, *, piece_chars: int = PIECE_CHARS
+) -> Iterator[Delta]:
     """Yield one call as deltas: id, type and name in the first, the same index in all.
 
     Args:
-        call: an executable one.
+        call: an entry of a message's `tool_calls`, its arguments text.
         index: its place among the calls of the message.
         piece_chars: at most this many characters of the arguments in each.
     """
-    head = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+    function = call["function"]
+    head = {"id": call["id"], "type": "function"}
+    head["function"] = {"name": function["name"], "arguments": ""}
     yield {"tool_calls": [{"index": index, **head}]}
-    text = arguments_text(call)
+    text = function["arguments"]
     for at in range(0, len(text), piece_chars):
         piece = {"arguments": text[at : at + piece_chars]}
         yield {"tool_calls": [{"index": index, "function": piece}]}
-
-
-def message_deltas(message: AssistantMessage, *, piece_chars: int = PIECE_CHARS) -> Iterator[Delta]:
-    """Yield a finished reply as deltas: reasoning, content, then its calls in order.
-
-    A malformed call is content, as the model wrote it, so that it is seen and not executed.
-    """
-    if message.reasoning:
-        yield {"reasoning_content": message.reasoning}
-    if message.content:
-        yield {"content": message.content}
-    index = 0
-    for call in message.tool_calls:
-        if call.problem is not None:
-            yield {"content": call.raw}
-            continue
-        yield from call_deltas(call, index, piece_chars=piece_chars)
-        index += 1
-
-
-class CallText:
-    """Text that grows, split into content and calls of JSON between two markers.
-
-    Cost: linear in the text; a block is judged once per closing marker in it.
-
-    Example:
-        >>> stream = CallText()
-        >>> for chunk in chunks:
-        ...     deltas += stream.feed(chunk)
-        >>> deltas += stream.finish()
-    """
-
-    def __init__(
-        self,
-        opener: str = "<tool_call>",
-        closer: str = "</tool_call>",
-        *,
-        piece_chars: int = PIECE_CHARS,
-    ) -> None:
-        self._opener, self._closer, self._piece_chars = opener, closer, piece_chars
-        self._held: list[str] = []
-        """Chunks that are not settled: they are joined only where a marker may be in them."""
-        self._tail = ""
-        self._num_calls = 0
-        self._in_call = False
-        self.calls: list[ToolCall] = []
-        """Every attempt so far, in order, malformed ones too."""
-
-    def feed(self, chunk: str) -> list[Delta]:
-        """Return the deltas that `chunk` settles."""
-        self._held.append(chunk)
-        seam = self._tail + chunk
-        overlap = max(len(self._opener), len(self._closer)) - 1
-        self._tail = seam[-overlap:] if overlap else ""
-        marker = self._closer if self._in_call else self._opener
-        if self._in_call and marker not in seam:
-            return []
-        return self._settle(ended=False)
-
-    def finish(self) -> list[Delta]:
-        """Return the deltas of what is left; nothing may be fed behind it."""
-        return self._settle(ended=True)
-
-    def _settle(self, *, ended: bool) -> list[Delta]:
-        text, self._held = "".join(self._held), []
-        deltas: list[Delta] = []
-        at = 0
-        while True:
-            if not self._in_call:
-                start = text.find(self._opener, at)
-                content_end = start if start >= 0 else len(text)
-                if start < 0 and not ended:
-                    content_end -= _partial(text, at, self._opener)
-                if content_end > at:
-                    deltas.append({"content": text[at:content_end]})
-                at = content_end
-                if start < 0:
-                    break
-                self._in_call = True
-            behind = self._call(text, at, deltas, ended=ended)
-            if behind < 0:
-                break
-            at, self._in_call = behind, False
-        if at < len(text):
-            self._held = [text[at:]]
-        return deltas
-
-    def _call(self, text: str, start: int, deltas: list[Delta], *, ended: bool) -> int:
-        """Settle the block that is opened at `start`; return where it ends, -1 for not yet."""
-        begin = start + len(self._opener)
-        closes: list[int] = []
-        found = text.find(self._closer, begin)
-        while found >= 0 and len(closes) <= MAX_LATER_CLOSES:
-            closes.append(found)
-            found = text.find(self._closer, found + len(self._closer))
-        for close in closes:
-            call = judge_call(text[begin:close].strip(), closed=True)
-            if call.problem is not ProblemKind.INVALID_JSON:
-                return self._emit(call, text[start : close + len(self._closer)], deltas, close)
-        if closes and (ended or len(closes) > MAX_LATER_CLOSES):
-            call = judge_call(text[begin : closes[0]].strip(), closed=True)
-            return self._emit(call, text[start : closes[0] + len(self._closer)], deltas, closes[0])
-        if not ended:
-            return -1
-        call = judge_call(text[begin:].strip(), closed=False)
-        self._emit(call, text[start:], deltas, len(text))
-        return len(text)
-
-    def _emit(self, call: ToolCall, whole: str, deltas: list[Delta], close: int) -> int:
-        self.calls.append(call)
-        if call.problem is None:
-            deltas.extend(call_deltas(call, self._num_calls, piece_chars=self._piece_chars))
-            self._num_calls += 1
-        else:
-            deltas.append({"content": whole})
-        return close + len(self._closer)
-
-
-def _partial(text: str, start: int, marker: str) -> int:
-    """Return how many characters at the end of `text[start:]` may be the beginning of `marker`."""
-    longest = min(len(marker) - 1, len(text) - start)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 @dataclass(slots=True)

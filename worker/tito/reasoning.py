@@ -57,6 +57,16 @@ class Reasoning:
         return self._ids is not None
 
     @property
+    def markers(self) -> tuple[str, str]:
+        """The texts that open and close a block."""
+        return self._markers
+
+    @property
+    def marker_ids(self) -> tuple[int, int] | None:
+        """Their ids; None where they are looked for as text."""
+        return self._ids
+
+    @property
     def closing(self) -> list[int]:
         """The ids that end a block."""
         return list(self._tokenizer.encode(self._markers[1]))

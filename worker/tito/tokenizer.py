@@ -17,6 +17,7 @@ Long texts release the GIL, so that they can run in a thread beside the event lo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from bisect import bisect_right
@@ -189,6 +190,19 @@ class Tokenizer:
         if len(numbers) > LONG_IDS:
             return self._inner.decode_batch([numbers], skip_special_tokens=skip_special_tokens)[0]
         return self._inner.decode(numbers, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def decodes_in_pieces(self) -> bool:
+        """Whether the text of ids is the texts of its parts, but for characters across a cut.
+
+        So it is where bytes are joined; other decoders look at neighbours (a space at the very
+        beginning, a run of bytes that is no text as a whole).
+        """
+        if self._inner.decoder is None:
+            return False
+        made_of = json.loads(self._inner.decoder.__getstate__())
+        parts = made_of.get("decoders", [made_of])
+        return [part.get("type") for part in parts] == ["ByteLevel"]
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Return what each id alone stands for.

@@ -97,9 +97,7 @@ def deltas_of(message: Message, places: Sequence[int], late_content: bool) -> li
     late = [texts.pop()] if texts and late_content else []
     found += texts
     for index, call in enumerate(message.get("tool_calls", ())):
-        function = call["function"]
-        arguments = json.loads(function["arguments"])
-        found += call_deltas(ToolCall(call["id"], function["name"], arguments), index)
+        found += call_deltas(call, index)
     return found + late
 
 

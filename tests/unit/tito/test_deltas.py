@@ -1,37 +1,42 @@
-"""Calls in streams: ours cut into deltas, an upstream's gathered, text that grows."""
+"""Calls in streams: ours cut into deltas, an upstream's gathered."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.toy import toy_renderer
+from worker.gateway.growing import GrowingReply
+from worker.gateway.reply import reply_message
 from worker.tito.calls import judge_call
-from worker.tito.deltas import (
-    CallGatherer,
-    CallText,
-    GatheredCall,
-    arguments_text,
-    call_deltas,
-    message_deltas,
-)
-from worker.types import AssistantMessage, ProblemKind, ToolCall
+from worker.tito.deltas import CallGatherer, GatheredCall, arguments_text, call_deltas
+from worker.tito.ids import as_ids
+from worker.types import AssistantMessage, ToolCall
 
 TOY = toy_renderer()
 
 
-def streamed(chunks: Iterable[str], **options: Any) -> tuple[list[dict[str, Any]], CallText]:
-    """Feed chunks and return every delta."""
-    stream = CallText(**options)
-    deltas = [delta for chunk in chunks for delta in stream.feed(chunk)]
-    return deltas + stream.finish(), stream
+def streamed(
+    parts: Iterable[Sequence[int]],
+) -> tuple[list[dict[str, Any]], AssistantMessage]:
+    """Feed a reply part by part; return every delta, and the parsed whole."""
+    window, parts = as_ids([]), [as_ids(part) for part in parts]
+    growing = GrowingReply(TOY, window)
+    deltas = [delta for part in parts for delta in growing.feed(part)]
+    parsed = TOY.parse(np.concatenate([window, *parts]), window)
+    return deltas + growing.finish(reply_message(parsed)), parsed
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOY.encode_raw(text).tolist()
+    return ids
 
 
 def content_of(deltas: Sequence[dict[str, Any]]) -> str:
@@ -48,10 +53,10 @@ def gathered(deltas: Sequence[dict[str, Any]]) -> list[GatheredCall]:
 
 def test_case_44_the_last_brace_arrives_with_the_closing_tag() -> None:
     chunks = ['<tool_call>{"name":"a",', '"arguments":{"x":1}', "}</tool_call>"]
-    deltas, stream = streamed(chunks)
+    deltas, parsed = streamed(map(ids_of, chunks))
     [call] = gathered(deltas)
     assert (call.name, call.arguments) == ("a", '{"x":1}')
-    assert call.arguments == arguments_text(stream.calls[0])
+    assert call.arguments == arguments_text(parsed.tool_calls[0])
     assert content_of(deltas) == ""
 
 
@@ -59,8 +64,9 @@ def test_case_25_a_closing_tag_inside_a_string_closes_nothing_in_a_stream() -> N
     text = (
         '<tool_call>\n{"name":"write","arguments":{"text":"use </tool_call> here }"}}\n</tool_call>'
     )
-    for size in (1, 7, len(text)):
-        deltas, _ = streamed(text[at : at + size] for at in range(0, len(text), size))
+    ids = ids_of(text)
+    for size in (1, 7, len(ids)):
+        deltas, _ = streamed(ids[at : at + size] for at in range(0, len(ids), size))
         [call] = gathered(deltas)
         assert json.loads(call.arguments) == {"text": "use </tool_call> here }"}
         assert content_of(deltas) == ""
@@ -68,7 +74,8 @@ def test_case_25_a_closing_tag_inside_a_string_closes_nothing_in_a_stream() -> N
 
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_case_45_id_type_and_name_come_once_and_the_index_always(size: int) -> None:
-    call = ToolCall("c1", "f", {"text": "ü" * 8 + "\n", "n": 1.5})
+    arguments = arguments_text(ToolCall("c1", "f", {"text": "ü" * 8 + "\n", "n": 1.5}))
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     first, *rest = call_deltas(call, 2, piece_chars=size)
     [head] = first["tool_calls"]
     assert head == {
@@ -79,7 +86,7 @@ def test_case_45_id_type_and_name_come_once_and_the_index_always(size: int) -> N
         assert entry.keys() == {"index", "function"}
         assert (entry["index"], entry["function"].keys()) == (2, {"arguments"})
         assert 1 <= len(entry["function"]["arguments"]) <= size
-    assert gathered([first, *rest]) == [GatheredCall("c1", "f", arguments_text(call))]
+    assert gathered([first, *rest]) == [GatheredCall("c1", "f", arguments)]
 
 
 def test_case_28_arguments_are_encoded_exactly_once_whatever_the_model_wrote() -> None:
@@ -180,100 +187,29 @@ def test_garbage_of_an_upstream_is_a_value_error_or_nothing() -> None:
         gatherer.add({"index": n, "id": f"c{n}"} for n in range(1, 2000))
 
 
-def test_a_finished_reply_is_reasoning_then_content_then_its_calls_in_order() -> None:
-    broken = judge_call('{"name":"x"', closed=True)
-    message = AssistantMessage(
-        "I look.", "hm", [ToolCall("c1", "a", {}), broken, ToolCall("c2", "b", {"x": 1})]
-    )
-    deltas = list(message_deltas(message))
-    assert deltas[:2] == [{"reasoning_content": "hm"}, {"content": "I look."}]
-    assert gathered(deltas) == [GatheredCall("c1", "a", "{}"), GatheredCall("c2", "b", '{"x":1}')]
-    assert content_of(deltas) == 'I look.{"name":"x"'
-    indexes = [entry["index"] for delta in deltas for entry in delta.get("tool_calls", ())]
-    assert indexes == [0, 0, 1, 1]
-
-
-def test_a_call_that_is_malformed_or_open_is_text_as_it_was_written() -> None:
-    for text, kind in (
-        ('a<tool_call>{"name":</tool_call>b', ProblemKind.INVALID_JSON),
-        ('a<tool_call>{"name":"f","arguments":{}}', ProblemKind.UNCLOSED),
-        ("a<tool_call>{}</tool_call>b", ProblemKind.NO_NAME),
-    ):
-        deltas, stream = streamed(text)
-        assert content_of(deltas) == text
-        assert gathered(deltas) == []
-        assert [call.problem for call in stream.calls] == [kind]
-
-
-def test_content_is_sent_as_it_comes_but_for_what_may_be_a_marker() -> None:
-    stream = CallText()
-    assert stream.feed("Hello <b> <") == [{"content": "Hello <b> "}]
-    assert stream.feed("tool_") == []
-    assert stream.feed("box>") == [{"content": "<tool_box>"}]
-    assert stream.feed("<tool_call>") == []
-    assert stream.feed('{"name":"f"}') == []
-    assert [list(delta) for delta in stream.feed("</tool_call> and")] == [
-        ["tool_calls"], ["tool_calls"], ["content"]
-    ]  # fmt: skip
-    assert stream.finish() == []
-
-
-def test_a_call_is_sent_with_the_last_character_of_its_marker() -> None:
-    stream = CallText()
-    *before, last = [stream.feed(one) for one in '<tool_call>{"name":"f"}</tool_call>']
-    assert before == [[]] * len(before)
-    assert [list(delta) for delta in last] == [["tool_calls"], ["tool_calls"]]
-
-
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", '{"name":"f","arguments":{"x":"</tool_call>"}}', "{}", "<tool",
      '{"name":"g"}', "text ", "\n", "<", '{"name":"f","arguments":"', '"}']
 )  # fmt: skip
 
 
-@given(st.lists(PIECES, max_size=14).map("".join), st.data())
-def test_a_stream_gives_the_same_however_it_is_cut(text: str, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    edges = [0, *cuts, len(text)]
-    whole, stream = streamed([text])
-    chunked, other = streamed(text[a:b] for a, b in itertools.pairwise(edges))
-    assert content_of(chunked) == content_of(whole)
-    assert [(c.name, c.arguments) for c in gathered(chunked)] == [
+REPLIES = st.lists(PIECES, max_size=12).map("".join).map(ids_of)
+
+
+@given(REPLIES, st.integers(1, 9))
+def test_a_stream_gives_the_same_however_it_is_cut(ids: list[int], size: int) -> None:
+    whole, _ = streamed([ids])
+    cut, _ = streamed(ids[at : at + size] for at in range(0, len(ids), size))
+    assert content_of(cut) == content_of(whole)
+    assert [(c.name, c.arguments) for c in gathered(cut)] == [
         (c.name, c.arguments) for c in gathered(whole)
     ]
-    assert [(c.raw, c.problem) for c in other.calls] == [(c.raw, c.problem) for c in stream.calls]
 
 
-@given(st.lists(PIECES, max_size=10).map("".join))
-def test_a_stream_and_the_ids_of_the_same_text_give_the_same_calls(text: str) -> None:
-    parsed = TOY.parse(TOY.encode_raw(text), TOY.encode_raw(""))
-    _, stream = streamed([text])
-    assert [(c.name, c.arguments, c.problem) for c in parsed.tool_calls] == [
-        (c.name, c.arguments, c.problem) for c in stream.calls
-    ]
-
-
-def test_a_long_call_is_joined_and_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker.tito import deltas
-
-    judged: list[int] = []
-    joined: list[bool] = []
-    settle = CallText._settle
-
-    def settling(stream: CallText, *, ended: bool) -> Any:
-        joined.append(ended)
-        return settle(stream, ended=ended)
-
-    monkeypatch.setattr(CallText, "_settle", settling)
-
-    def counting(raw: str, *, closed: bool) -> ToolCall:
-        judged.append(len(raw))
-        return judge_call(raw, closed=closed)
-
-    monkeypatch.setattr(deltas, "judge_call", counting)
-    stream = CallText()
-    stream.feed('<tool_call>{"name":"w","arguments":{"t":"')
-    for _ in range(10_000):
-        assert stream.feed("x" * 8) == []
-    assert gathered(stream.feed('"}}</tool_call>'))[0].name == "w"
-    assert (len(judged), len(joined)) == (1, 2)
+@given(REPLIES)
+def test_a_stream_and_the_ids_of_the_same_text_give_the_same_calls(ids: list[int]) -> None:
+    deltas, parsed = streamed([number] for number in ids)
+    good = [call for call in parsed.tool_calls if call.problem is None]
+    assert gathered(deltas) == [GatheredCall(c.id, c.name, arguments_text(c)) for c in good]
+    broken = [call.raw for call in parsed.tool_calls if call.problem is not None and call.raw]
+    assert content_of(deltas) == "\n".join([*([parsed.content] if parsed.content else []), *broken])

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..calls import strict_json
+from ..settled import Openings
 from .strict import Rules, Strict, lost_attempt
 
 MARK = "｜DSML｜"
@@ -33,6 +34,9 @@ _PARAMETER_END = f"</{_SIGN}parameter>"
 
 class DeepSeekV4(Strict):
     """The package's renderer of DeepSeek V4 with its calls read here."""
+
+    # What stands before a marker's id belongs to it; the sign is replaced where it is spelled.
+    openings = Openings(texts=(f"<{MARK}", _SIGN))
 
     def __init__(self, tokenizer: Any, inner: Any, rules: Rules) -> None:
         super().__init__(tokenizer, inner, rules)

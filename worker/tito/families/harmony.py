@@ -15,10 +15,12 @@ model chooses the channel.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from ..calls import strict_json
+from ..settled import CONTENT, REASONING, Decoding, Kind, Settled, Stripped
 from .schema import tools_text
 from .strict import lost_attempt
 
@@ -52,6 +54,16 @@ class Harmony:
     def get_stop_token_ids(self) -> list[int]:
         """Return the ids that end an assistant turn."""
         return [self._return, self._call]
+
+    def settler(self) -> Growing:
+        """Return what reads a turn while it is sampled."""
+        return Growing(
+            self._tokenizer,
+            start=self._start,
+            message=self._message,
+            end=self._end,
+            stops=self.get_stop_token_ids(),
+        )
 
     def render_ids(
         self,
@@ -251,6 +263,83 @@ class Harmony:
     def _called(self, sampled: list[int]) -> list[str]:
         """Return the functions that a reply called, for results that do not say whose they are."""
         return [call.name for call in self.parse_response(sampled).tool_calls if call.name]
+
+
+class Growing:
+    """A turn while it is sampled: the text of reasoning and of answers, as it comes."""
+
+    def __init__(
+        self, tokenizer: Any, *, start: int, message: int, end: int, stops: list[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._start, self._message, self._end, self._stops = start, message, end, frozenset(stops)
+        self._marks = frozenset((start, message, end, *stops))
+        self._header: list[int] | None = []
+        """None inside a message's text."""
+        self._kind: Kind | None = CONTENT
+        """Of that text; None is a call."""
+        self._decoding = Decoding(tokenizer)
+        self._said: dict[Kind, Stripped] = {CONTENT: Stripped(""), REASONING: Stripped("")}
+        self._has_thought = self._has_ended = False
+
+    def feed(self, ids: Sequence[int]) -> list[Settled]:
+        """Return what the next sampled ids make certain, in order."""
+        said: list[Settled] = []
+        begin = 0
+        for place, number in enumerate(ids):
+            if self._has_ended:
+                return said
+            if number not in self._marks or not self._is_mark(number):
+                continue
+            self._text(ids[begin:place], said)
+            begin = place + 1
+            if number in self._stops:
+                self._has_ended = True
+            elif number == self._message:
+                self._begin()
+            else:
+                self._finish(said)
+        if not self._has_ended:
+            self._text(ids[begin:], said)
+        return said
+
+    def _is_mark(self, number: int) -> bool:
+        if number in self._stops or number == self._end:
+            return True
+        if self._header is not None:
+            return True
+        # In a text a second mark of its beginning is text; reasoning ends by an end alone.
+        return number == self._start and self._kind != REASONING
+
+    def _text(self, ids: Sequence[int], said: list[Settled]) -> None:
+        if self._header is not None:
+            self._header += ids
+        elif self._kind is not None and ids:
+            self._say(self._decoding.add(ids), said)
+
+    def _begin(self) -> None:
+        channel, recipient = _read(self._tokenizer.decode(self._header))
+        self._header = None
+        self._kind = None if recipient else REASONING if channel == "analysis" else CONTENT
+        if self._kind == REASONING:
+            if self._has_thought:
+                self._said[REASONING].add("\n")
+            self._has_thought = True
+
+    def _finish(self, said: list[Settled]) -> None:
+        """End a message, or what only began as one: that is shown as content."""
+        if self._header is not None:
+            self._kind = CONTENT
+            self._say(self._decoding.add(self._header), said)
+        if self._kind is not None:
+            self._say(self._decoding.end(), said)
+        self._header = []
+
+    def _say(self, text: str, said: list[Settled]) -> None:
+        assert self._kind is not None
+        certain = self._said[self._kind].add(text)
+        if certain:
+            said.append((self._kind, certain))
 
 
 def _read(header: str) -> tuple[str, str]:

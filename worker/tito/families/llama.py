@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from ..calls import strict_json
+from ..settled import Openings
 from .family import CallForm, Family, Proof
 from .strict import Rules, Strict, lost_attempt, package
 
@@ -30,6 +31,8 @@ _ATTEMPT = re.compile(
 
 
 class _Llama(Strict):
+    openings = Openings(first="{<")
+
     def _parse_piece(self, ids: list[int], tools: list[Any] | None) -> tuple[str, list[Any]]:
         text = self._tokenizer.decode(ids).strip()
         found = _ATTEMPT.fullmatch(text)

@@ -17,6 +17,7 @@ from typing import Any
 from rollstream.errors import ConfigError, MergeFault
 
 from ..reasoning import Reasoning
+from ..settled import Openings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ class Rules:
 
 class Strict:
     """The package's renderer `inner` under `rules`."""
+
+    openings = Openings()
+    """How calls may begin where no control token begins them."""
 
     def __init__(self, tokenizer: Any, inner: Any, rules: Rules) -> None:
         self._tokenizer, self._inner, self._rules = tokenizer, inner, rules

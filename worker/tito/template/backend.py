@@ -31,6 +31,7 @@ from ..compare import Comparator
 from ..ids import as_ids
 from ..messages import normalize_messages
 from ..renderer import VocabularyRenderer
+from ..settled import Settler
 from ..tokenizer import Tokenizer
 from .boundaries import AUTO, Boundary, choose_rule
 from .files import TemplateSource, read_template
@@ -283,6 +284,10 @@ class TemplateBackend(Base):
     ) -> AssistantMessage:
         """Parse one reply from its ids alone; never raises for what a model wrote."""
         return self._parser.parse(completion, prompt_tail, tools)
+
+    def settler(self, window: TokenIds) -> Settler:
+        """Return what reads a reply while it is sampled, behind `window`."""
+        return self._parser.settler(window)
 
     def _text(
         self,

@@ -23,6 +23,7 @@ from ..backend import import_renderers
 from ..calls import MAX_LATER_CLOSES, closes_behind, judge_call, judge_parsed, new_call_id
 from ..ids import as_ids
 from ..reasoning import Reasoning, joined
+from ..settled import Marked, Nothing, Openings, Settler
 from ..tokenizer import Tokenizer
 from .boundaries import Boundary
 
@@ -117,6 +118,19 @@ class ReplyParser:
                 contents.append(content)
             calls += found
         return AssistantMessage(joined(contents), reasoning, calls, abnormal)
+
+    def settler(self, window: TokenIds) -> Settler:
+        """Return what reads a reply while it is sampled; see `settled`."""
+        if not self._tokenizer.decodes_in_pieces:
+            return Nothing()
+        openings = Openings(texts=JSON_BLOCK[:1] if self._reads_text else ())
+        stops = self._boundary.stop_ids
+        return Marked(self._tokenizer, stops, self._reasoning, window.tolist(), openings)
+
+    @property
+    def _reads_text(self) -> bool:
+        """Whether calls are looked for in the text of the ids."""
+        return self.reads_calls and self._package is None and self._call_ids is None
 
     def unfinished(self, sampled: Sequence[int], window: Sequence[int]) -> list[int]:
         """Return the closing marker, as ids, where a reply was cut inside its reasoning."""
