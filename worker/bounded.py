@@ -43,8 +43,12 @@ class Threads:
     process from ending; these are not. A hung function costs its thread, up to `limit` of them.
     """
 
-    def __init__(self, limit: int = 128, name: str = "user-function") -> None:
+    def __init__(
+        self, limit: int = 128, name: str = "user-function", *, most_hung: int | None = None
+    ) -> None:
         self.limit, self._name = limit, name
+        self.most_hung = limit if most_hung is None else most_hung
+        """So many that hang are more than a process should go on with."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = self._pending = self._num_threads = 0
@@ -152,7 +156,7 @@ def _settle(future: asyncio.Future[Any], outcome: Any, failed: bool) -> None:
 
 THREADS = Threads()
 """Of user functions."""
-AGENT_THREADS = Threads(8192, "agent")
+AGENT_THREADS = Threads(8192, "agent", most_hung=1024)
 """Of agents that are no coroutines: each holds its thread for as long as its sample runs, and is
 told to stop by its next call. Rewards and tools never wait for one of them."""
 _OWN_THREADS = Threads(8, "own-work")

@@ -124,6 +124,7 @@ class Session:
         key: names it in its URL.
         fault: what broke the last request, where that was infrastructure and nothing succeeded
             since.
+        over: set once its sample begins anew whatever comes: nothing is answered any more.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Session:
         self.fault: EngineFault | None = None
         self._limit: StopReason | None = None
         self._withheld: Withheld | None = None
+        self.over = asyncio.Event()
         self._closed = False
         self._collecting = asyncio.Lock()
         self._collected: Trajectory | None = None
@@ -390,6 +392,7 @@ class Session:
             self._fail(job, self._too_long(full))
         except Withheld as withheld:
             self._withheld = self._withheld or withheld
+            self.over.set()
             self._fail(job, Refusal(ErrorKind.ENGINE, str(withheld)))
         except EngineFault as fault:
             self.fault = fault

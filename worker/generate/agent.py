@@ -13,7 +13,6 @@ import asyncio
 import copy
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -50,19 +49,19 @@ class Session(Protocol):
 
     @property
     def ended_by(self) -> StopReason | None:
-        """The limit that refused the last request, or cut the last turn."""
+        """The limit that refused the last request, or cut the last turn; or `abort_weights`."""
         ...
 
     @property
-    def stats(self) -> Mapping[str, Any]:
-        """Counts, for the sample's metadata."""
+    def over(self) -> asyncio.Event:
+        """Set once its sample begins anew whatever the agent still does."""
         ...
 
     async def close(self) -> None:
         """End it: calls in flight are stopped, later requests refused."""
         ...
 
-    def collect(self) -> Trajectory:
+    async def collect(self) -> Trajectory:
         """Return its samples; the same ones each time."""
         ...
 
@@ -136,7 +135,8 @@ class Agents:
         running: asyncio.Task[Any] | None = None
         try:
             running = self._start(given, agent, session.key, limits)
-            in_time = await _wait(running, given, earlier_s)
+            await _wait(running, given, earlier_s, session.over)
+            has_ended = running.done()
         finally:
             if running is not None and not running.done():
                 running.cancel()
@@ -145,20 +145,16 @@ class Agents:
                 running.exception()  # looked at, also where we are being cancelled
             await session.close()
         spent_s = time.monotonic() - start_mono_s
-        if session.fault is not None:
+        ended_by = session.ended_by
+        if session.fault is not None and ended_by is not StopReason.ABORT_WEIGHTS:
             raise session.fault
-        outcome = _outcome(running) if in_time else _overdue(spent_s)
-        trajectory = session.collect()
-        first = trajectory[0] if isinstance(trajectory, list) else trajectory
-        first.non_generation_time += record_gaps(given.spans, start_unix_s, spent_s)
+        outcome = _outcome(running) if has_ended else _overdue(spent_s)
+        trajectory = await session.collect()
+        if not given.evaluation:  # which records no spans
+            first = trajectory[0] if isinstance(trajectory, list) else trajectory
+            first.non_generation_time += record_gaps(given.spans, start_unix_s, spent_s)
         return GenerateOutput(
-            write(
-                trajectory,
-                outcome,
-                row=given.sample.metadata,
-                ended_by=session.ended_by,
-                stats=session.stats,
-            )
+            write(trajectory, outcome, row=given.sample.metadata, ended_by=ended_by)
         )
 
     def _start(
@@ -199,14 +195,19 @@ class Agents:
         task.add_done_callback(self._aborts.discard)
 
 
-async def _wait(running: asyncio.Task[Any], given: GenerateInput, earlier_s: float) -> bool:
-    """Wait for the agent; False where its time is over."""
-    while not running.done():
-        left_s = given.deadline - earlier_s - time.monotonic()
-        if left_s <= 0:
-            return False
-        await asyncio.wait((running,), timeout=left_s)
-    return True
+async def _wait(
+    running: asyncio.Task[Any], given: GenerateInput, earlier_s: float, over: asyncio.Event
+) -> None:
+    """Wait for the agent, until its time is over, or nothing that it does counts any more."""
+    told = asyncio.create_task(over.wait())
+    try:
+        while not running.done() and not over.is_set():
+            left_s = given.deadline - earlier_s - time.monotonic()
+            if left_s <= 0:
+                return
+            await asyncio.wait((running, told), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        told.cancel()
 
 
 def _overdue(spent_s: float) -> Outcome:

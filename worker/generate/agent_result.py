@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,12 @@ import msgpack
 
 from rollstream.errors import STATUS_OF, RewardFault, StopReason
 from rollstream.group import Trajectory
-from rollstream.sample import Reward, Sample
+from rollstream.sample import Reward
 
 from ..functions import describe
 
 REWARD = "reward"
 """Of a returned dictionary: the reward of the trajectory."""
-STATS = "agent"
-"""In the metadata: the counts of the session."""
 ERROR = "error"
 MAX_ERROR_CHARS = 2000
 
@@ -105,7 +103,6 @@ def write(
     *,
     row: Mapping[str, Any],
     ended_by: StopReason | None,
-    stats: Mapping[str, Any],
 ) -> Trajectory:
     """Write the agent's outcome into the samples of its session, and return them.
 
@@ -113,8 +110,8 @@ def write(
         trajectory: as the session collected it, with the endings of its last turns.
         outcome: of the agent.
         row: the metadata that the sample began with.
-        ended_by: the limit that refused the agent's last request, or cut its last turn.
-        stats: of the session.
+        ended_by: the limit that refused the agent's last request, or cut its last turn; or
+            `abort_weights`.
 
     Raises:
         RewardFault: the reward that it gave is none.
@@ -122,21 +119,28 @@ def write(
     leaves = trajectory if isinstance(trajectory, list) else [trajectory]
     reward = reward_of(outcome.returned)
     for leaf in leaves:
-        ours = {k: v for k, v in leaf.metadata.items() if k not in row}
-        leaf.metadata = {**row, **copy.deepcopy(outcome.returned or {}), **ours, STATS: dict(stats)}
+        ours = {k: v for k, v in leaf.metadata.items() if k not in row or row[k] is not v}
+        leaf.metadata = {**row, **copy.deepcopy(outcome.returned or {}), **ours}
         if outcome.error:
             leaf.metadata[ERROR] = outcome.error
         if reward is not None:
             leaf.reward = dict(reward) if isinstance(reward, dict) else reward
-    _end(leaves, outcome, ended_by)
-    return trajectory
-
-
-def _end(leaves: Sequence[Sample], outcome: Outcome, ended_by: StopReason | None) -> None:
-    """Say why the trajectory ended: the agent's own breaking last, since a limit explains it."""
-    reason = outcome.reason
-    if reason is StopReason.AGENT_ERROR and ended_by is not None:
-        reason = ended_by
+    reason = _reason(outcome, ended_by, is_list=isinstance(trajectory, list))
     if reason is not None:
         for leaf in leaves:
             leaf.finish(reason, STATUS_OF[reason])
+    return trajectory
+
+
+def _reason(outcome: Outcome, ended_by: StopReason | None, *, is_list: bool) -> StopReason | None:
+    """Return why the whole trajectory ended; None where each leaf's last turn says it.
+
+    What begins anew begins anew whatever the agent did. An agent that broke behind a limit broke
+    of it, and one that returned behind it could not have gone on; of several leaves nobody knows
+    whose request was refused.
+    """
+    if ended_by is StopReason.ABORT_WEIGHTS:
+        return ended_by
+    if outcome.reason is StopReason.AGENT_ERROR:
+        return ended_by or outcome.reason
+    return outcome.reason or (None if is_list else ended_by)

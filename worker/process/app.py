@@ -27,7 +27,6 @@ from rollstream.settings import Settings
 from rollstream.wire import WIRE_VERSION
 
 from ..aggregate.aggregator import Aggregator, AggregatorLimits
-from ..bounded import THREADS
 from ..engines import create_engine
 from ..engines.fleet.pool import EnginePool
 from ..generate.finish import finish
@@ -45,9 +44,11 @@ from ..telemetry.metrics import Metrics
 from ..telemetry.pulse import Pulse
 from ..telemetry.server import TelemetryServer
 from ..tito.load import LoadedRenderer, render_prompt
+from .agents import Serving, agents_of, serving
 from .following import Follower, tell
 from .heart import Heart, Role
 from .startup import build_scorers, env_judges, env_runtimes, warn_of_unseen_tools
+from .threads import publish_threads, watch_threads
 from .watchdog import Stalled, Watchdog
 
 REACH_S = 5.0
@@ -56,7 +57,6 @@ REPORT_S = 5.0
 """How long shutdown waits for the queue's answers to what was given back."""
 SAY_WAITING_S = 30.0
 READY_TIMEOUT_S = 1.0
-LOOK_INTERVAL_S = 1.0
 
 log = structlog.get_logger("worker")
 
@@ -93,6 +93,7 @@ class Worker:
         self._closing = contextlib.AsyncExitStack()
         self._pool: EnginePool | None = None
         self._shift: Shift | None = None
+        self._serving: Serving | None = None
         self._judging: asyncio.Task[Any] | None = None
         self._stalled: Stalled | None = None
 
@@ -186,7 +187,9 @@ class Worker:
         assert self._loading is not None
         renderer = await asyncio.wrap_future(self._loading)
         scorers = build_scorers(settings, renderer, self.incarnation)
-        envs = env_runtimes(settings, renderer, scorers)
+        self._serving = serving(settings, renderer, agents_of(settings))
+        agents = {} if self._serving is None else self._serving.generates
+        envs = env_runtimes(settings, renderer, scorers, agents)
         warn_of_unseen_tools(envs, renderer)
         self._pool = create_engine(settings, max_token_id=renderer.max_token_id)
         self._closing.push_async_callback(self._pool.aclose)
@@ -230,6 +233,7 @@ class Worker:
             delivered=None if self._rescorer is None else self._rescorer.offer,
             parking=self._parking(renderer.max_token_id) if settings.weights.partial else None,
             mask_offpolicy=settings.weights.mask_offpolicy,
+            opened=self._gate.reopened if settings.weights.partial else None,
         )
         self._shift = Shift(
             self._queue,
@@ -293,6 +297,9 @@ class Worker:
             stop.cancel()
 
     async def _listen(self) -> None:
+        if self._serving is not None:
+            await self._serving.start()
+            self._closing.push_async_callback(self._serving.aclose)
         table = self._settings.telemetry
         port = await self._server.start(table.metrics_host, table.metrics_port)
         self._closing.push_async_callback(self._server.aclose)
@@ -322,7 +329,7 @@ class Worker:
         MEMORY.keep(lambda: self._give_up("memory is used up: a function raised MemoryError"))
         self._closing.callback(MEMORY.release)
         self._spawn(self._pulse.run())
-        self._spawn(self._look_at_itself())
+        self._spawn(watch_threads(self._give_up))
         self._spawn(self._gc.run(self._is_idle))
         if not await self._wait_for_run():
             return ""
@@ -390,25 +397,6 @@ class Worker:
         await self._view.over.wait()
         return self._view.state
 
-    async def _look_at_itself(self) -> None:
-        """Notice user functions that use this process up, say it, and end it in order."""
-        said = 0
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            hung = THREADS.num_hung
-            if hung >= 2 * said + 1:
-                said = hung
-                log.warning(
-                    "user_functions_hang",
-                    threads=hung,
-                    limit=THREADS.limit,
-                    functions=THREADS.hung_functions()[:8],
-                    message="they did not return in time, and a thread cannot be stopped",
-                )
-            said = min(said, hung)
-            if hung >= THREADS.limit:
-                self._give_up(f"all {hung} threads are held by functions that do not return")
-
     def _give_up(self, reason: str) -> None:
         """Stop as for a second signal: what runs is given back at once, uncharged."""
         if self._stalled is None:
@@ -423,8 +411,9 @@ class Worker:
     # --- telemetry -------------------------------------------------------------------------------
     def _publish_engines(self) -> None:
         self._metrics.gc_pause_seconds.set(self._gc.take().longest_s)
-        self._metrics.user_threads.set(THREADS.num_running)
-        self._metrics.user_threads_hung.set(THREADS.num_hung)
+        publish_threads(self._metrics)
+        if self._serving is not None:
+            self._serving.publish(self._metrics)
         if self._pool is not None:
             self._metrics.engines(self._pool.counters.engines, self._pool.counters)
         found = self._fidelity.counters
@@ -475,6 +464,8 @@ class Worker:
             )
             if unreported:
                 log.warning("unreported", samples=unreported, message="their leases will expire")
+        if self._serving is not None:
+            await self._serving.aclose()
         if self._judging is not None:
             # The results just reported made groups full: this aggregator may have them in hand.
             self._aggregator.stop()

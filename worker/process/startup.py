@@ -19,12 +19,12 @@ from rollstream.settings import EnvTable, Settings
 
 from ..aggregate.judge import EnvJudge
 from ..aggregate.loader import load_filters
-from ..generate.loader import resolve_generate
+from ..generate.loader import AGENT, resolve_generate
 from ..generate.resumable import is_resumable
 from ..members.work import EnvRuntime, Scorer
 from ..sampling import Sampling
 from ..tools import load_tools
-from ..types import DivergencePolicy, Limits
+from ..types import DivergencePolicy, GenerateFunction, Limits
 
 if TYPE_CHECKING:
     from ..rewards import Scorer as RewardScorer
@@ -41,7 +41,10 @@ UNSEEN_TOOLS = (
 
 
 def env_runtimes(
-    settings: Settings, renderer: LoadedRenderer, scorers: Mapping[str, Scorer | None]
+    settings: Settings,
+    renderer: LoadedRenderer,
+    scorers: Mapping[str, Scorer | None],
+    agents: Mapping[str, GenerateFunction] | None = None,
 ) -> dict[str, EnvRuntime]:
     """Return every environment with its functions.
 
@@ -49,6 +52,7 @@ def env_runtimes(
         settings: all.
         renderer: gives the ids that end a turn.
         scorers: by environment; None where the trainer scores.
+        agents: the generate functions of environments with agents (`agents.Serving`).
 
     Raises:
         ConfigError: the environment, what is wrong, and what to do.
@@ -56,7 +60,8 @@ def env_runtimes(
     envs = {}
     for name, table in settings.envs().items():
         try:
-            envs[name] = _env_runtime(settings, name, table, renderer, scorers[name])
+            generate = (agents or {}).get(name) or resolve_generate(table.generate)
+            envs[name] = _env_runtime(settings, name, table, renderer, scorers[name], generate)
         except ConfigError as error:
             raise ConfigError(f"environment {name!r}: {error}") from None
     return envs
@@ -68,16 +73,17 @@ def _env_runtime(
     table: EnvTable,
     renderer: LoadedRenderer,
     scorer: Scorer | None,
+    generate: GenerateFunction,
 ) -> EnvRuntime:
     sampling = base_sampling(settings, renderer.stop_token_ids).with_overrides(table.sampling)
     off = tuple(sampling.off_distribution())
     if off and not settings.sampling.allow_off_distribution:
         raise ConfigError(f"sampling.{off_problem(off[0], getattr(sampling, off[0]))}")
-    worker, generate = settings.worker, resolve_generate(table.generate)
+    worker = settings.worker
     return EnvRuntime(
         name=name,
         generate=generate,
-        generate_path=table.generate,
+        generate_path=table.agent if table.generate == AGENT else table.generate,
         resumable=is_resumable(generate),
         limits=Limits(
             max_turns=table.max_turns,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,10 @@ class Held:
         self.ended_by: StopReason | None = None
         self.calls = self.after_close = self.closes = 0
         self.hold: asyncio.Event | None = None
+        self.over = asyncio.Event()
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._sample: Trajectory | None = None
         self.leaves = 1
-
-    @property
-    def stats(self) -> Mapping[str, Any]:
-        return {"calls": self.calls}
 
     async def chat(self) -> None:
         """Do what a request does."""
@@ -69,10 +66,11 @@ class Held:
             task.cancel()
         await asyncio.sleep(0)
 
-    def collect(self) -> Trajectory:
+    async def collect(self) -> Trajectory:
         assert self.closes, "collected before it was closed"
         if self._sample is None:
             leaves = [self._leaf() for _ in range(self.leaves)]
+            leaves[0].metadata["agent"] = {"calls": self.calls}
             self._sample = leaves[0] if self.leaves == 1 else leaves
         return self._sample
 

@@ -246,6 +246,58 @@ async def test_an_agent_that_breaks_at_a_limit_ends_for_the_limit(qwen3: Any, li
     assert "400: too long" in sample.metadata["error"]
 
 
+@pytest.mark.parametrize("limit", [StopReason.CONTEXT_LENGTH, StopReason.MAX_TURNS])
+async def test_an_agent_that_returns_at_a_limit_ends_for_the_limit_too(
+    qwen3: Any, limit: Any
+) -> None:
+    async def agent(**_: Any) -> Any:
+        return {"reward": 0.5}
+
+    sample = await ended(Stage(calls=3, ended_by=limit), agent, an_input(qwen3))
+    assert (sample.stop_reason, sample.reward) == (limit, 0.5)
+
+    # Of several leaves nobody knows whose request that was.
+    output = await run_agent(Stage(calls=1, leaves=2, ended_by=limit), agent, an_input(qwen3))
+    assert {leaf.stop_reason for leaf in leaves_of(output.samples)} == {StopReason.STOP}
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "hangs"])
+async def test_what_an_update_stopped_begins_anew_whatever_the_agent_made_of_it(
+    qwen3: Any, how: str
+) -> None:
+    fault = EngineFault("an earlier one", retryable=True)
+    stage = Stage(calls=1, ended_by=StopReason.ABORT_WEIGHTS, fault=fault)
+
+    async def agent(**_: Any) -> Any:
+        if how == "raises":
+            raise RuntimeError("503")
+        if how == "hangs":
+            await hangs()
+        return {"reward": 0.0}
+
+    sample = await ended(stage, agent, an_input(qwen3), limits=AgentLimits(0.01))
+
+    assert sample.stop_reason is StopReason.ABORT_WEIGHTS
+    assert sample.status is Status.ABORTED
+
+
+async def test_an_agent_whose_sample_begins_anew_is_stopped_at_once(qwen3: Any) -> None:
+    stage, aborts = Stage(calls=1), Aborts()
+    agents = Agents(stage, stage)
+
+    async def agent(base_url: str, **_: Any) -> None:
+        session = stage.at(base_url)
+        session.ended_by = StopReason.ABORT_WEIGHTS
+        session.over.set()
+        await hangs()
+
+    sample = await ended(stage, agent, an_input(qwen3), agents=agents, abort=aborts)
+    await agents.aclose()
+
+    assert sample.stop_reason is StopReason.ABORT_WEIGHTS
+    assert len(aborts.calls) == 1
+
+
 async def test_a_fault_that_the_agent_raises_keeps_its_own_reason(qwen3: Any) -> None:
     async def agent(**_: Any) -> Any:
         raise ToolFault("the sandbox host is gone", retryable=True)
