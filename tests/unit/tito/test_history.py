@@ -199,3 +199,16 @@ def test_what_is_no_message_is_left_for_whoever_checks_messages() -> None:
         result("a"),
     ]
     assert order_tool_results(odd) == odd
+
+
+def test_values_that_no_json_has_are_themselves_and_deep_ones_raise_nothing() -> None:
+    assert difference(turn(call('{"a":NaN}')), turn(call('{ "a": NaN }'))) == ""
+    assert difference(turn(call('{"a":NaN}')), turn(call('{"a":Infinity}'))) != ""
+    deep: list[Any] = []
+    other: list[Any] = []
+    for _ in range(5000):
+        deep, other = [deep], [other]
+    assert difference(turn(call({"a": deep})), turn(call({"a": other}))).endswith("arguments")
+    assert difference(turn(content=deep), turn(content=other)) == "content"
+    text = "[" * 5000
+    assert difference(turn(call(text)), turn(call(text))) == ""
