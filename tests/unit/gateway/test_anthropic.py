@@ -464,7 +464,7 @@ def echoed(said: anthropic.types.Message, **changes: Any) -> Message:
     return found[1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(parsed_replies(), st.lists(st.integers(0, 99), max_size=4), st.booleans(), st.booleans())
 def test_every_way_of_telling_a_reply_agrees_and_comes_back_as_the_stored_message(
     parsed: AssistantMessage, places: list[int], late: bool, single: bool
