@@ -239,6 +239,7 @@ def test_messages_of_any_depth_or_kind_are_compared_without_an_error() -> None:
         matcher(turn(call({"x": deep}), content=deep), turn(call({"x": other}), content=other))
         text = "[" * 10_000
         assert matcher(turn(call(text)), turn(call(text)))
+        odd: Any
         for odd in (5, None, "x", [], {"role": 5, "content": {1: 2}}):
             assert matcher(odd, turn()) is False
     assert strict(turn(content=deep), turn(content=other))

@@ -27,10 +27,10 @@ def streamed(
     parts: Iterable[Sequence[int]],
 ) -> tuple[list[dict[str, Any]], AssistantMessage]:
     """Feed a reply part by part; return every delta, and the parsed whole."""
-    window, parts = as_ids([]), [as_ids(part) for part in parts]
+    window, ids = as_ids([]), [as_ids(part) for part in parts]
     growing = GrowingReply(TOY, window)
-    deltas = [delta for part in parts for delta in growing.feed(part)]
-    parsed = TOY.parse(np.concatenate([window, *parts]), window)
+    deltas = [delta for part in ids for delta in growing.feed(part)]
+    parsed = TOY.parse(np.concatenate([window, *ids]), window)
     return deltas + growing.finish(reply_message(parsed)), parsed
 
 
