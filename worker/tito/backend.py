@@ -23,6 +23,7 @@ from .calls import closes_behind, judge_call, judge_parsed, new_call_id
 from .families import CallForm, Family
 from .ids import as_ids
 from .messages import normalize_messages
+from .pieces import Joins
 from .reasoning import Reasoning, Split, joined
 from .renderer import VocabularyRenderer
 from .settled import Marked, Nothing, Openings, Settler
@@ -207,7 +208,7 @@ class RenderersBackend(VocabularyRenderer[list[dict[str, Any]]]):
 
     def settler(self, window: TokenIds) -> Settler:
         """Return what reads a reply while it is sampled, behind `window`."""
-        if not self.tokenizer.decodes_in_pieces:
+        if self.tokenizer.joins is Joins.UNKNOWN:
             return Nothing()
         own = getattr(self._inner, "settler", None)
         if own is not None:

@@ -1,4 +1,4 @@
-"""What one token id stands for, as bytes.
+"""What one token id stands for, as bytes, and how the texts of ids become one.
 
 Owns how a vocabulary spells bytes. Never decodes a sequence, never encodes. Invariant: the bytes of
 the ids of a reply, joined, are the UTF-8 of its text (but for a space that a decoder leaves out at
@@ -7,12 +7,44 @@ the very beginning), so half a character is told as what it is and not as U+FFFD
 
 from __future__ import annotations
 
+import json
 import re
+from enum import Enum, auto
 
 import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _SPACE = "\u2581"
+
+
+class Joins(Enum):
+    """What decoding several ids at once means for the text of each."""
+
+    BYTES = auto()
+    """Their bytes are joined: only a character across a cut sees its neighbours."""
+    RUNS = auto()
+    """So are runs of ids that are one byte each, which are text as a whole or not at all; a space
+    at the very beginning is left out."""
+    UNKNOWN = auto()
+
+
+def joins_of(inner: tokenizers.Tokenizer) -> Joins:
+    """Return how a vocabulary's decoder joins texts."""
+    if inner.decoder is None:
+        return Joins.UNKNOWN
+    made_of = json.loads(inner.decoder.__getstate__())
+    parts = made_of.get("decoders", [made_of])
+    kinds = [part.get("type") for part in parts]
+    if kinds == ["ByteLevel"]:
+        return Joins.BYTES
+    ends = any(part.get("stop") for part in parts)
+    known = set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
+    return Joins.RUNS if known and not ends and "ByteFallback" in kinds else Joins.UNKNOWN
+
+
+def is_byte(token: str) -> bool:
+    """Return whether a token is spelled as one byte."""
+    return _BYTE.match(token) is not None
 
 
 class PieceBytes:

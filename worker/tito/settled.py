@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from .pieces import Joins
 from .reasoning import Reasoning
 from .tokenizer import Tokenizer
 
@@ -65,12 +66,17 @@ class Decoding:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._has_runs = tokenizer.joins is Joins.RUNS
         self._waiting: list[int] = []
         self._retry_at = 1
+        self._before: list[int] = []
+        """What is decoded in front of what comes, so that its first space is no beginning."""
 
     def add(self, ids: Sequence[int]) -> str:
         """Return the text that `ids` make whole."""
         self._waiting += ids
+        if self._has_runs:
+            return self._behind_runs(ids)
         if len(self._waiting) < self._retry_at:
             return ""
         for cut in range(min(_MAX_CHAR_IDS, len(self._waiting)) + 1):
@@ -87,8 +93,33 @@ class Decoding:
 
     def end(self) -> str:
         """Return the text of what is left, broken characters as U+FFFD."""
-        left, self._waiting, self._retry_at = self._waiting, [], 1
-        return self._tokenizer.decode(left) if left else ""
+        text = self._decoded(self._waiting)
+        self._waiting, self._before, self._retry_at = [], [], 1
+        return text
+
+    def _behind_runs(self, ids: Sequence[int]) -> str:
+        """Return the text up to the last id that is no byte: a run may go on."""
+        in_run = self._tokenizer.in_run
+        behind = next((n for n, number in enumerate(reversed(ids)) if not in_run(number)), None)
+        if behind is None:
+            return ""
+        head = self._waiting[: len(self._waiting) - behind]
+        text = self._decoded(head)
+        self._waiting = self._waiting[len(head) :]
+        # Twice, since a space alone is one that is left out.
+        shows = (n for n in reversed(head) if not in_run(n) and self._tokenizer.decode([n, n]))
+        last = next(shows, None)
+        if last is not None:
+            self._before = [last]
+        elif text:
+            self._before = head  # bytes, and ids that are nothing
+        return text
+
+    def _decoded(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        before = self._tokenizer.decode(self._before) if self._before else ""
+        return self._tokenizer.decode([*self._before, *ids])[len(before) :]
 
 
 class Stripped:

@@ -17,7 +17,6 @@ Long texts release the GIL, so that they can run in a thread beside the event lo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from bisect import bisect_right
@@ -32,7 +31,7 @@ import tokenizers
 from rollstream.errors import ConfigError
 
 from .patterns import any_of
-from .pieces import PieceBytes
+from .pieces import Joins, PieceBytes, is_byte, joins_of
 
 LONG_TEXT_CHARS = 8192
 """From here on encoding takes over 2 ms: run it in a thread."""
@@ -97,6 +96,7 @@ class Tokenizer:
         self._memo = {text: tuple(self._encode(text)) for text in scaffold}
         self.max_token_id = self._find_max_token_id()
         self._piece_bytes: PieceBytes | None = None  # few ever ask
+        self._joins: Joins | None = None
 
     @classmethod
     def load(cls, path: str | Path, scaffold: Iterable[str] = ()) -> Tokenizer:
@@ -192,17 +192,19 @@ class Tokenizer:
         return self._inner.decode(numbers, skip_special_tokens=skip_special_tokens)
 
     @property
-    def decodes_in_pieces(self) -> bool:
-        """Whether the text of ids is the texts of its parts, but for characters across a cut.
+    def joins(self) -> Joins:
+        """How texts of ids become one, as far as it is known."""
+        if self._joins is None:
+            self._joins = joins_of(self._inner)
+        return self._joins
 
-        So it is where bytes are joined; other decoders look at neighbours (a space at the very
-        beginning, a run of bytes that is no text as a whole).
+    def in_run(self, number: int) -> bool:
+        """Return whether a run of bytes goes on with an id: a byte, or one that stands for nothing.
+
+        Of vocabularies that fall back to bytes.
         """
-        if self._inner.decoder is None:
-            return False
-        made_of = json.loads(self._inner.decoder.__getstate__())
-        parts = made_of.get("decoders", [made_of])
-        return [part.get("type") for part in parts] == ["ByteLevel"]
+        token = self._inner.id_to_token(number)
+        return token is None or is_byte(token)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Return what each id alone stands for.

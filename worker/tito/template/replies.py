@@ -22,6 +22,7 @@ from ...types import AssistantMessage, ProblemKind, ToolCall
 from ..backend import import_renderers
 from ..calls import MAX_LATER_CLOSES, closes_behind, judge_call, judge_parsed, new_call_id
 from ..ids import as_ids
+from ..pieces import Joins
 from ..reasoning import Reasoning, joined
 from ..settled import Marked, Nothing, Openings, Settler
 from ..tokenizer import Tokenizer
@@ -121,7 +122,7 @@ class ReplyParser:
 
     def settler(self, window: TokenIds) -> Settler:
         """Return what reads a reply while it is sampled; see `settled`."""
-        if not self._tokenizer.decodes_in_pieces:
+        if self._tokenizer.joins is Joins.UNKNOWN:
             return Nothing()
         openings = Openings(texts=JSON_BLOCK[:1] if self._reads_text else ())
         stops = self._boundary.stop_ids
