@@ -79,14 +79,14 @@ def vllm_events(reply: bytes, cuts: Iterable[int], *, usage: bool = True) -> lis
     for end in [*cuts, len(ids)]:
         is_last = end == len(ids)
         part: dict[str, Any] = {"index": 0, "finish_reason": None, "stop_reason": None}
-        part |= choice if is_last else {}
+        if is_last:
+            part |= choice
         part.pop("prompt_token_ids", None)
         if behind == 0 and "prompt_token_ids" in choice:
             part["prompt_token_ids"] = choice["prompt_token_ids"]
         part["token_ids"] = ids[behind:end]
-        part["logprobs"] = {
-            name: values[behind:end] for name, values in (choice["logprobs"] or {}).items()
-        }
+        log_probs: dict[str, list[Any]] = choice["logprobs"] or {}
+        part["logprobs"] = {name: values[behind:end] for name, values in log_probs.items()}
         found.append({**named, "choices": [part]})
         behind = end
     if usage and whole.get("usage") is not None:

@@ -23,6 +23,8 @@ class Refused(RollstreamError):
     def __init__(self, message: str, *, contract: bool = False) -> None:
         super().__init__(message)
         self.body = error_body(message, contract=contract)
+        self.is_contract = contract
+        """SGLang refuses it before anything else, also where a stream was asked for."""
 
 
 class VllmRefused(Refused):

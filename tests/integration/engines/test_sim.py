@@ -272,7 +272,6 @@ async def test_pause_holds_requests_until_it_is_continued(
         ({"input_ids": [1] * 64}, "longer than the model's context length"),
         ({"input_ids": []}, "input_ids is empty"),
         ({"input_ids": [10**6]}, "outside 0.."),
-        ({"stream": True}, "does not stream"),
         ({"text": "hi"}, "not text"),
     ],
 )

@@ -285,7 +285,7 @@ async def test_completion_is_aborted_by_its_own_id(policy: Policy) -> None:
         ({"priority": 1}, 400, "Priority scheduling is not enabled"),
         ({"model": "other"}, 404, "The model `other` does not exist"),
         ({"output_mode": "text"}, 400, "requires a tokenizer"),
-        ({"stream": True}, 400, "does not stream"),
+        ({"sampling_params": {"stream_interval": 0}}, 400, "stream_interval must be at least 1"),
         ({"sampling_params": {"max_tokens": 0}}, 400, "max_tokens must be at least 1, got 0"),
         ({"sampling_params": {"max_tokens": "9"}}, 400, "valid integer"),
         ({"sampling_params": {"temperature": 3}}, 400, "temperature must be in [0, 2]"),

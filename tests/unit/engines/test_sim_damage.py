@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rollstream.errors import ConfigError
-from worker.engines.sim.core import End
 from worker.engines.sim.damage import _DAMAGE, STATUS_WORDS, Frame, spoil
 from worker.engines.sim.faults import (
     CUTS,
@@ -20,6 +19,7 @@ from worker.engines.sim.faults import (
     FaultDice,
     Order,
 )
+from worker.engines.sim.flight import End
 
 TRANSPORT = {Fault.HANG, Fault.HALF_BODY, Fault.NOT_JSON}
 IN_SPOIL = {Fault.BAD_TOKEN, Fault.TOO_MANY}

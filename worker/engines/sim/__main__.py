@@ -99,6 +99,11 @@ def _add_dialect(cli: argparse.ArgumentParser) -> None:
         help="serve vLLM's control calls",
     )
     cli.add_argument("--vllm-old", action="store_true", help="replies of older vLLM servers")
+    cli.add_argument(
+        "--incremental-streaming-output",
+        action="store_true",
+        help="events of SGLang's streams say what is new, not all so far",
+    )
     cli.add_argument("--model-name", default="", help="the only one that vLLM's calls take")
     cli.add_argument(
         "--keepalive-s",
@@ -151,6 +156,7 @@ def build(args: argparse.Namespace) -> SimEngine:
             vllm_dev=args.vllm_dev,
             vllm_old=args.vllm_old,
             model=args.model_name,
+            incremental=args.incremental_streaming_output,
         ),
     )
 

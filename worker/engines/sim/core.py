@@ -16,16 +16,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from rollstream.sample import LogProbs, TokenIds
 
 from ..server_words import version_spans
-from .faults import CUTS, NEED_TOKENS, STATUSES, Fault, FaultConfig, FaultDice, Order
+from .faults import BREAKS, CUTS, NEED_TOKENS, STATUSES, Fault, FaultConfig, FaultDice, Order
+from .flight import ABORTED, RETRACTED, Deliver, End, Flight, Stream, break_of, next_event
 from .http import Exchange
 from .policy import Policy, Reply
 
@@ -41,63 +41,12 @@ class Pause(StrEnum):
     """What flies goes on; only what is new is kept away, by the front that paused."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """Why a reply ends."""
-
-    kind: str
-    """`stop`, `length` or `abort`."""
-    matched: int | str | None = None
-    """Of a stop: its id or string."""
-    message: str = ""
-    """Of an abort."""
-    status: int | None = None
-    """Of an abort that is an error."""
-    queued: bool = False
-    """Aborted before it began: the reply has few fields."""
-
-
-ABORTED = End("abort", message="Aborted by a request")
-RETRACTED = End("abort", message="Abort in waiting queue", queued=True)
 _FORCED: Mapping[Fault, End] = {
     Fault.ABORT: End("abort", message="Aborted by the simulated engine on purpose"),
     Fault.ABORT_CODE: End("abort", message="The simulated engine failed on purpose", status=500),
     Fault.ABORT_503: End("abort", message="The request queue is full.", status=503),
     Fault.NAN: End("stop", "NaN happened"),
 }
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One request that is being answered."""
-
-    exchange: Exchange
-    rid: str
-    """As an abort names it; not unique in every protocol."""
-    prompt: Sequence[int]
-    temperature: float
-    """That its log-probs are of."""
-    answer: Deliver
-    reply: Reply
-    fault: Fault | None
-    cut: int
-    """How many tokens it gets if nothing stops it earlier."""
-    duration_s: float
-    waits_frozen: bool
-    """An abort during a freeze is answered only when sampling goes on."""
-    started_s: float = 0.0
-    timer: asyncio.TimerHandle | None = None
-    elapsed_s: float = 0.0
-    """Before the last pause."""
-    is_aborted: bool = False
-    changes: list[tuple[str, int]] = field(default_factory=list)
-    """(label that ended, after how many tokens)"""
-    weight_changes: list[tuple[str, int]] = field(default_factory=list)
-    """(weights that ended, after how many tokens)"""
-
-
-Deliver: TypeAlias = Callable[[Flight, int, End], None]
-"""Answers a flight with its first so many tokens."""
 
 
 class SimCore:
@@ -162,6 +111,7 @@ class SimCore:
         sampling: Mapping[str, Any],
         order: Order,
         waits_frozen: bool,
+        stream: Stream | None = None,
     ) -> None:
         """Begin a request.
 
@@ -174,9 +124,14 @@ class SimCore:
             sampling: in SGLang's names, as `Policy.reply` reads them.
             order: what goes wrong.
             waits_frozen: an abort during a freeze waits for its end.
+            stream: None answers it as a whole.
         """
         reply = self.policy.reply(prompt, sampling)
         cut, fault = self._cut(reply, order)
+        if stream is not None and fault in BREAKS:
+            cut = break_of(len(reply.ids), fault, order.after)
+        elif stream is not None and fault is Fault.ABORT_EMPTY:
+            cut = 0  # aborted before it began
         if fault is not None:
             self.counts[fault.value] += 1
         temperature = sampling.get("temperature")
@@ -191,19 +146,47 @@ class SimCore:
             cut=cut,
             duration_s=self._dice.latency_s(cut, fault),
             waits_frozen=waits_frozen,
+            stream=stream,
         )
         self.flights[key] = flight
         self.most_in_flight = max(self.most_in_flight, len(self.flights))
-        exchange.on_close = lambda: self._forget(key, flight)
+        exchange.on_close = lambda: self._leave(key, flight)
         if self.paused not in (Pause.FREEZE, Pause.RETRACT):
             self._start(key, flight)
 
     def _start(self, key: str, flight: Flight) -> None:
         flight.started_s = self.clock()
-        if flight.fault is Fault.HANG:
+        self._wait(key, flight)
+
+    def _wait(self, key: str, flight: Flight) -> None:
+        """Set its timer: to its next event, or to its end."""
+        at, due_s = next_event(flight), flight.duration_s
+        if at is not None:
+            due_s *= at / flight.cut
+        elif flight.fault is Fault.HANG:
+            flight.timer = None
             return
-        left_s = max(0.0, flight.duration_s - flight.elapsed_s)
-        flight.timer = asyncio.get_running_loop().call_later(left_s, self._land, key, flight)
+        left_s = max(0.0, due_s - self.elapsed_s(flight))
+        what = self._land if at is None else self._tell_and_wait
+        flight.timer = asyncio.get_running_loop().call_later(left_s, what, key, flight)
+
+    def _tell_and_wait(self, key: str, flight: Flight) -> None:
+        self._tell(flight, self._said(flight))
+        self._wait(key, flight)
+
+    def _tell(self, flight: Flight, num: int) -> None:
+        """Send the events of the first so many tokens that were not sent yet."""
+        while (at := next_event(flight)) is not None and at <= num:
+            assert flight.stream is not None
+            if flight.sent == 0:
+                self._change_version(flight, at)
+            flight.stream.tell(flight, at)
+            flight.sent = at
+
+    def _leave(self, key: str, flight: Flight) -> None:
+        """Stop sampling for a client that closed its connection."""
+        self.counts["left"] += 1
+        self._forget(key, flight)
 
     def _cut(self, reply: Reply, order: Order) -> tuple[int, Fault | None]:
         """Return how many tokens the reply gets; a fault that cannot happen to it is none."""
@@ -238,11 +221,16 @@ class SimCore:
             raise
 
     def _deliver(self, flight: Flight, num: int, end: End) -> None:
-        if flight.fault is Fault.VERSION_CHANGE and num > 1 and self._stood_still(flight):
-            flight.changes.insert(0, (str(int(self.weight_version) - 1), num // 2))
-            flight.weight_changes.insert(0, (str(int(self.weights) - 1), num // 2))
+        if num > 1 and flight.sent == 0:
+            self._change_version(flight, num // 2)
         self.counts[f"finish_{end.kind}"] += 1
         flight.answer(flight, num, end)
+
+    def _change_version(self, flight: Flight, num: int) -> None:
+        """Have the first tokens sampled and reported as of the version before, where ordered."""
+        if flight.fault is Fault.VERSION_CHANGE and self._stood_still(flight):
+            flight.changes.insert(0, (str(int(self.weight_version) - 1), num))
+            flight.weight_changes.insert(0, (str(int(self.weights) - 1), num))
 
     def _stood_still(self, flight: Flight) -> bool:
         """Return whether a change can be made up: none happened, and both names are numbers."""
@@ -330,9 +318,10 @@ class SimCore:
             flight.is_aborted = True
             return
         is_retracted = self.paused is Pause.RETRACT and flight.waits_frozen
-        num = 0 if is_retracted else self._said(flight)
+        num = flight.sent if is_retracted else max(flight.sent, self._said(flight))
         self._forget(key, flight)
         self.counts["aborted"] += 1
+        self._tell(flight, num - 1)  # the end has an event of its own, with what is new in it
         self._deliver(flight, num, RETRACTED if is_retracted else ABORTED)
 
     def pause(self, how: Pause) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .core import End
 from .faults import Fault
+from .flight import End
 
 NAN_MARK = -123456.5
 """Stands for NaN until the bytes are there: JSON has no word for it, Python's own writer has."""
@@ -91,6 +91,15 @@ def spoil(frame: Frame, fault: Fault, *, vocabulary_size: int, limit: int) -> No
         damage = _DAMAGE.get(fault)
         if damage is not None:
             damage(frame)
+
+
+def cut_to(frame: Frame, num: int) -> None:
+    """Leave what an event says of a reply whose first so many tokens are there."""
+    frame.ids, frame.log_prob_ids = frame.ids[:num], frame.log_prob_ids[:num]
+    if frame.log_probs is not None:
+        frame.log_probs = frame.log_probs[:num]
+    frame.end = frame.spans = frame.experts = None
+    frame.num_said = num
 
 
 def mark_nan(raw: bytes) -> bytes:

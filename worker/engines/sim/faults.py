@@ -73,6 +73,8 @@ class Fault(StrEnum):
 
 CUTS = frozenset({Fault.LENGTH, Fault.ABORT, Fault.ABORT_CODE, Fault.NAN, Fault.ABORT_503})
 """Faults that end a reply somewhere before its end."""
+BREAKS = frozenset({Fault.RESET, Fault.HALF_BODY, Fault.HANG})
+"""Faults of the transport: they cut a stream anywhere, without its end."""
 STATUSES: Mapping[Fault, int] = {
     Fault.UNAVAILABLE: 503,
     Fault.OVERFLOW: 400,
@@ -182,7 +184,8 @@ class Order:
 
     fault: Fault | None
     after: int | None = None
-    """Where a reply that the fault ends early has its end, in tokens; None draws one."""
+    """Where a reply that the fault ends early has its end, in tokens; None draws one. Of a stream,
+    also where its connection breaks."""
 
 
 class FaultDice:

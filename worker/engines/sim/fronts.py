@@ -45,6 +45,25 @@ def status_words(core: SimCore, fault: Fault) -> str:
     return STATUS_WORDS[fault]
 
 
+DONE = b"data: [DONE]\n\n"
+
+
+def send_event(exchange: Exchange, raw: bytes, fault: Fault | None = None) -> None:
+    """Send an event of a stream that goes on."""
+    exchange.write(b"data: %b\n\n" % (mark_nan(raw) if fault is Fault.LOGPROB_NAN else raw))
+
+
+def end_stream(exchange: Exchange, *events: bytes, fault: Fault | None = None) -> None:
+    """End a stream with these events, or with what a fault of the transport leaves of them."""
+    if fault is Fault.HALF_BODY:
+        exchange.break_piece(b"data: %b\n\n" % events[0])
+        return
+    for raw in events:
+        send_event(exchange, not_json(raw) if fault is Fault.NOT_JSON else raw, fault)
+    exchange.write(DONE)
+    exchange.end()
+
+
 def send(exchange: Exchange, raw: bytes, fault: Fault | None) -> None:
     """Answer with a body, or with what a fault of the transport leaves of it."""
     if fault is Fault.HALF_BODY:

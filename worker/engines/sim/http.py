@@ -116,9 +116,14 @@ class Exchange:
             connection.close()
 
     def drop(self) -> None:
-        """Close the connection without an answer, as a crash or a reset would."""
+        """Close the connection without an answer, as a crash or a reset would.
+
+        What was sent of a stream arrives.
+        """
         connection, self._connection = self._connection, None
-        if connection is not None:
+        if connection is not None and self.is_streamed:
+            connection.close()
+        elif connection is not None:
             connection.abort()
 
 

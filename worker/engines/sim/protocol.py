@@ -63,6 +63,8 @@ class GenerateBody:
     """First input position that is scored; None scores none."""
     experts_from: int | None = None
     """First position whose routed experts are wanted; None wants none."""
+    interval: int = 0
+    """New tokens of an event, where a stream is asked for; 0 asks for none."""
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -83,8 +85,6 @@ def read_generate(
     ids = body.input_ids
     if body.text is not None or ids is None:
         raise Refused("the simulated engine takes input_ids, not text")
-    if body.stream:
-        raise Refused("the simulated engine does not stream; send stream: false")
     if not ids:
         raise Refused("input_ids is empty")
     if min(ids) < 0 or max(ids) >= vocabulary_size:
@@ -100,7 +100,16 @@ def read_generate(
         sampling,
         _score_from(body, len(ids)),
         _experts_from(body, len(ids)),
+        (sampling.get("stream_interval") or 1) if body.stream else 0,
     )
+
+
+def wants_stream(raw: bytes) -> bool:
+    """Return whether a body that is refused asked for a stream."""
+    try:
+        return _DECODER.decode(raw).stream is True
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
 
 
 def _score_from(body: _Body, num_ids: int) -> int | None:
@@ -135,7 +144,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
     for key, nothing in _UNABLE.items():
         if key in sampling and sampling[key] not in nothing:
             raise Refused(f"the simulated engine cannot honour {key}")
-    for key in ("max_new_tokens", "sampling_seed"):
+    for key in ("max_new_tokens", "sampling_seed", "stream_interval"):
         value = sampling.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise Refused(f"invalid type: {value!r}, expected i64", contract=True)

@@ -63,6 +63,8 @@ class Dialect:
     """Replies of older vLLM servers: `token_id:17`, no weight versions, no output mode."""
     model: str = ""
     """The only model name that vLLM's calls take; empty takes every name."""
+    incremental: bool = False
+    """Events of SGLang's streams say what is new, not all so far."""
 
 
 class SimEngine:
@@ -102,6 +104,7 @@ class SimEngine:
             context_tokens=context_tokens,
             replay=replay,
             is_raw=mode is LogProbsMode.RAW,
+            is_incremental=dialect.incremental,
         )
         self._vllm = VllmFront(
             self.core,

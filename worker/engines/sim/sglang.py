@@ -16,14 +16,15 @@ import msgspec
 import numpy as np
 
 from ..server_words import Refused, error_body, weight_label
-from .core import End, Flight, Pause, SimCore
-from .damage import Frame, spoil
+from .core import Pause, SimCore
+from .damage import Frame, cut_to, spoil
 from .faults import STATUSES, Fault
-from .fronts import Routes, json_object, send, status_words
+from .flight import End, Flight, Stream
+from .fronts import Routes, end_stream, json_object, send, send_event, status_words
 from .http import Exchange
 from .numbers import ReplayConfig, routed_experts
 from .policy import NOTICE
-from .protocol import GenerateBody, read_generate
+from .protocol import GenerateBody, read_generate, wants_stream
 
 _ENCODER = msgspec.json.Encoder()
 HEALTH_TIMEOUT_S = 20.0
@@ -35,9 +36,16 @@ class SglangFront:
     """Reads requests, and writes replies, in SGLang's words."""
 
     def __init__(
-        self, core: SimCore, *, context_tokens: int, replay: ReplayConfig, is_raw: bool
+        self,
+        core: SimCore,
+        *,
+        context_tokens: int,
+        replay: ReplayConfig,
+        is_raw: bool,
+        is_incremental: bool = False,
     ) -> None:
         self._core = core
+        self._is_incremental = is_incremental
         self._context_tokens = context_tokens
         self._replay = replay
         self._is_raw = is_raw
@@ -69,12 +77,19 @@ class SglangFront:
         if core.paused is not None:
             self.held.append(exchange)
             return
-        request = read_generate(
-            exchange.body, self._context_tokens, core.policy.vocabulary.size, core.flights
-        )
+        try:
+            request = read_generate(
+                exchange.body, self._context_tokens, core.policy.vocabulary.size, core.flights
+            )
+        except Refused as refusal:
+            if refusal.is_contract or not wants_stream(exchange.body):
+                raise
+            core.counts["refused"] += 1
+            _end_with_error(exchange, str(refusal))
+            return
         order = core.draw()
         if order.fault is not None and order.fault in STATUSES:
-            self._answer_status(exchange, order.fault)
+            self._answer_status(exchange, order.fault, request)
             return
         sampling = request.sampling
         if self._is_raw:
@@ -88,31 +103,73 @@ class SglangFront:
             sampling=sampling,
             order=order,
             waits_frozen=True,
+            stream=self._begin_stream(exchange, request) if request.interval else None,
         )
 
-    def _answer_status(self, exchange: Exchange, fault: Fault) -> None:
+    def _begin_stream(self, exchange: Exchange, request: GenerateBody) -> Stream:
+        exchange.begin()
+        return Stream(partial(self._tell, request), request.interval)
+
+    def _answer_status(self, exchange: Exchange, fault: Fault, request: GenerateBody) -> None:
+        if request.interval and fault in (Fault.OVERFLOW, Fault.HTTP_400):
+            _end_with_error(exchange, status_words(self._core, fault))
+            return
         if fault is Fault.HTTP_404:
             exchange.answer(404, b'{"detail":"Not Found"}')
             return
         exchange.answer(STATUSES[fault], error_body(status_words(self._core, fault)))
 
     def _answer(self, request: GenerateBody, flight: Flight, num: int, end: End) -> None:
+        raw = self._body(request, flight, num, end)
+        if flight.stream is None:
+            send(flight.exchange, raw, flight.fault)
+        else:
+            end_stream(flight.exchange, raw, fault=flight.fault)
+
+    def _tell(self, request: GenerateBody, flight: Flight, num: int) -> None:
+        send_event(flight.exchange, self._body(request, flight, num, None), flight.fault)
+
+    def _body(self, request: GenerateBody, flight: Flight, num: int, end: End | None) -> bytes:
+        """Return a reply, or (without an end) an event of one that goes on."""
+        frame = self._frame(request, flight, num, end)
+        meta = self._meta(frame, self._core.elapsed_s(flight))
+        if end is None:
+            meta["finish_reason"] = None
+        if request.score_from is not None:
+            self._add_scores(meta, request, request.score_from)
+        start = flight.sent if self._is_incremental else 0
+        body = {
+            "text": self._core.policy.vocabulary.decode(flight.reply.ids[start:num]),
+            "output_ids": frame.ids,
+            "meta_info": meta,
+        }
+        if start and end is not None and end.queued:
+            body["output_ids"] = frame.ids[-1:]  # as SGLang has it, with all of its log-probs
+        elif start:
+            body["output_ids"] = frame.ids[start:]
+            if frame.log_probs is not None:
+                meta["output_token_logprobs"] = meta["output_token_logprobs"][start:]
+        return _ENCODER.encode(body)
+
+    def _frame(self, request: GenerateBody, flight: Flight, num: int, end: End | None) -> Frame:
         core, fault = self._core, flight.fault
-        sampled = flight.reply.ids[:num]
-        ids: list[int] = sampled.tolist()
+        # What is wrong with a reply is wrong from its first event on.
+        size = num if end is not None or fault is None else max(num, flight.cut)
+        ids: list[int] = flight.reply.ids[:size].tolist()
+        queued = end is not None and end.queued
         frame = Frame(
             rid=request.rid,
             ids=ids,
-            log_probs=core.log_probs(flight, num).tolist(),
+            log_probs=core.log_probs(flight, size).tolist(),
             log_prob_ids=ids if fault is None else list(ids),
             end=end,
-            num_prompt=None if end.queued else len(request.input_ids),
-            num_said=num,
-            spans=core.spans(flight, num),
+            num_prompt=None if queued else len(request.input_ids),
+            num_said=size,
+            spans=core.spans(flight, size),
             version=core.weight_version,
             experts=None,
         )
-        if request.experts_from is not None and self._replay.layers and not end.queued:
+        if request.experts_from is not None and self._replay.layers and end and not queued:
             frame.experts = routed_experts(
                 core.fed(flight, num), request.experts_from, self._replay
             )
@@ -124,15 +181,9 @@ class SglangFront:
                 vocabulary_size=core.policy.vocabulary.size,
                 limit=128 if limit is None else limit,
             )
-        meta = self._meta(frame, core.elapsed_s(flight))
-        if request.score_from is not None:
-            self._add_scores(meta, request, request.score_from)
-        body = {
-            "text": core.policy.vocabulary.decode(sampled),
-            "output_ids": frame.ids,
-            "meta_info": meta,
-        }
-        send(flight.exchange, _ENCODER.encode(body), fault)
+        if end is None:
+            cut_to(frame, num)
+        return frame
 
     def _meta(self, frame: Frame, elapsed_s: float) -> dict[str, Any]:
         meta: dict[str, Any] = {"id": frame.rid}
@@ -257,6 +308,18 @@ class SglangFront:
 
     def _ready(self, exchange: Exchange) -> None:
         exchange.answer(200 if self._core.paused is None else 503, b"", b"text/plain")
+
+
+def _end_with_error(exchange: Exchange, message: str) -> None:
+    """Answer a stream that SGLang refuses: it has begun with HTTP 200 before it looks."""
+    error = {
+        "message": message,
+        "type": "invalid_request_error",
+        "code": 400,
+        "retryable": False,
+    }
+    exchange.begin()
+    end_stream(exchange, _ENCODER.encode({"error": error}))
 
 
 def _finish(end: End, num: int) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from ..server_words import Refused, VllmRefused, vllm_error_body
-from .core import ABORTED, Deliver, End, Flight, Pause, SimCore
-from .damage import Frame, spoil
+from .core import Pause, SimCore
+from .damage import Frame, cut_to, spoil
 from .faults import STATUSES, Fault
-from .fronts import Routes, json_object, send, status_words
+from .flight import ABORTED, Deliver, End, Flight, Stream
+from .fronts import Routes, end_stream, json_object, send, send_event, status_words
 from .http import Exchange
 from .numbers import ReplayConfig, routed_experts
-from .vllm_reply import ReplyWriter
+from .vllm_reply import EventWriter, ReplyWriter
 from .vllm_request import VllmBody, read_completion, read_generate
 
 _ENCODER = msgspec.json.Encoder()
@@ -89,7 +90,8 @@ class VllmFront:
             context_tokens=self._context_tokens,
             model=self._model,
         )
-        self._begin(exchange, request, request.rid, partial(self._answer_generate, request))
+        answer = partial(self._answer_generate, request)
+        self._begin(exchange, request, request.rid, answer, self._writer.generate_event)
 
     def _complete(self, exchange: Exchange) -> None:
         self._check_type(exchange)
@@ -100,7 +102,7 @@ class VllmFront:
             model=self._model,
         )
         answer = partial(self._answer_completion, request)
-        self._begin(exchange, request, f"{request.rid}-0", answer)
+        self._begin(exchange, request, f"{request.rid}-0", answer, self._writer.completion_event)
 
     def _check_type(self, exchange: Exchange) -> None:
         sent = (exchange.header(b"content-type") or "").partition(";")[0].strip().lower()
@@ -109,7 +111,14 @@ class VllmFront:
                 "Unsupported Media Type: Only 'application/json' is allowed", kind="Bad Request"
             )
 
-    def _begin(self, exchange: Exchange, request: VllmBody, rid: str, answer: Deliver) -> None:
+    def _begin(
+        self,
+        exchange: Exchange,
+        request: VllmBody,
+        rid: str,
+        answer: Deliver,
+        write: EventWriter,
+    ) -> None:
         core = self._core
         size = core.policy.vocabulary.size
         if max(request.input_ids) >= size:
@@ -126,6 +135,10 @@ class VllmFront:
         sampling = request.sampling
         if self._is_raw:
             sampling = sampling | {"temperature": 1.0}
+        stream = None
+        if request.interval:
+            exchange.begin()
+            stream = Stream(partial(self._tell, request, write), request.interval)
         core.fly(
             f"{rid}#{next(self._serial)}",  # vLLM lets two requests have one id
             exchange,
@@ -135,6 +148,7 @@ class VllmFront:
             sampling=sampling,
             order=order,
             waits_frozen=False,
+            stream=stream,
         )
 
     def _answer_status(self, exchange: Exchange, fault: Fault) -> None:
@@ -150,29 +164,31 @@ class VllmFront:
             kind = "InternalServerError"
         exchange.answer(status, vllm_error_body(words, status, kind))
 
-    def _frame(self, request: VllmBody, flight: Flight, num: int, end: End) -> Frame | None:
-        """Return what the reply says, None where an error was answered in its place."""
+    def _frame(self, request: VllmBody, flight: Flight, num: int, end: End | None) -> Frame | None:
+        """Return what the reply says, or (without an end) what an event of it says so far.
+
+        None where an error was answered in its place.
+        """
         core, fault = self._core, flight.fault
-        if fault in _ERRORS and end is not ABORTED:
-            status = 503 if fault is Fault.ABORT_503 else 500
-            kind = "ServiceUnavailableError" if status == 503 else "InternalServerError"
-            words = "Internal server error" if status == 500 else "Request failed; please retry"
-            flight.exchange.answer(status, vllm_error_body(words, status, kind))
+        if fault in _ERRORS and end is not None and end is not ABORTED:
+            self._answer_error(flight, 503 if fault is Fault.ABORT_503 else 500)
             return None
-        ids: list[int] = flight.reply.ids[:num].tolist()
+        # What is wrong with a reply is wrong from its first event on.
+        size = num if end is not None or fault is None else max(num, flight.cut)
+        ids: list[int] = flight.reply.ids[:size].tolist()
         frame = Frame(
             rid=request.rid,
             ids=ids,
-            log_probs=core.log_probs(flight, num).tolist(),
+            log_probs=core.log_probs(flight, size).tolist(),
             log_prob_ids=ids if fault is None else list(ids),
             end=end,
             num_prompt=len(request.input_ids),
-            num_said=num,
-            spans=core.spans(flight, num) if num else [],
+            num_said=size,
+            spans=core.spans(flight, size) if size else [],
             version=core.weight_version,
             experts=None,
         )
-        if self._replay.layers and num:
+        if self._replay.layers and num and end is not None:
             frame.experts = routed_experts(
                 core.fed(flight, num), request.experts_from, self._replay
             )
@@ -185,18 +201,49 @@ class VllmFront:
             )
             if fault is Fault.OTHER_RID:
                 frame.rid = f"generate-tokens-{frame.rid}"
+        if end is None:
+            cut_to(frame, num)
         return frame
+
+    def _answer_error(self, flight: Flight, status: int) -> None:
+        kind = "ServiceUnavailableError" if status == 503 else "InternalServerError"
+        words = "Internal server error" if status == 500 else "Request failed; please retry"
+        body = vllm_error_body(words, status, kind)
+        if flight.stream is None:
+            flight.exchange.answer(status, body)
+        else:
+            end_stream(flight.exchange, body)
 
     def _answer_generate(self, request: VllmBody, flight: Flight, num: int, end: End) -> None:
         frame = self._frame(request, flight, num, end)
-        if frame is not None:
+        if frame is None:
+            return
+        if flight.stream is None:
             send(flight.exchange, self._writer.generate(frame, request), flight.fault)
+        else:
+            self._end_stream(request, flight, frame, self._writer.generate_event)
 
     def _answer_completion(self, request: VllmBody, flight: Flight, num: int, end: End) -> None:
         frame = self._frame(request, flight, num, end)
-        if frame is not None:
+        if frame is None:
+            return
+        if flight.stream is None:
             text = self._core.policy.vocabulary.decode(flight.reply.ids[:num])
             send(flight.exchange, self._writer.completion(frame, request, text), flight.fault)
+        else:
+            self._end_stream(request, flight, frame, self._writer.completion_event)
+
+    def _tell(self, request: VllmBody, write: EventWriter, flight: Flight, num: int) -> None:
+        frame = self._frame(request, flight, num, None)
+        assert frame is not None
+        send_event(flight.exchange, write(frame, request, flight.sent), flight.fault)
+
+    def _end_stream(
+        self, request: VllmBody, flight: Flight, frame: Frame, write: EventWriter
+    ) -> None:
+        counts = self._writer.counts_event(frame, request)
+        events = (write(frame, request, flight.sent), *([] if counts is None else [counts]))
+        end_stream(flight.exchange, *events, fault=flight.fault)
 
     # -- control
 

@@ -1,6 +1,7 @@
 """A reply's frame in vLLM's words, as bytes.
 
-Owns the shape of the two replies, of today's servers and of older ones. Never samples and does no
+Owns the shape of the two replies, whole and as events of a stream, of today's servers and of older
+ones. Never samples and does no
 I/O. Invariant: every field is one of vLLM's own classes, and what a frame leaves out is null.
 
 Axes: C ids of one reply.
@@ -12,7 +13,9 @@ import base64
 import io
 import itertools
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,6 +27,10 @@ from .vllm_request import VllmBody
 from .vocabulary import Vocabulary
 
 _ENCODER = msgspec.json.Encoder()
+
+
+EventWriter: TypeAlias = "Callable[[Frame, VllmBody, int], bytes]"
+"""Writes the event of a frame: what is new in it behind so many ids."""
 
 
 class _Candidate(msgspec.Struct, gc=False):
@@ -119,6 +126,63 @@ class ReplyWriter:
         }
         return _ENCODER.encode(body)
 
+    def generate_event(self, frame: Frame, request: VllmBody, start: int) -> bytes:
+        """Return an event of `/inference/v1/generate`."""
+        delta = _behind(frame, start)
+        choice: dict[str, Any] = {"index": 0, **self._finish(frame), "token_ids": delta.ids}
+        choice["routed_experts"] = _npy(frame.experts, self._replay)
+        choice["sampling_mask"] = None
+        if not self._is_old:
+            choice["weight_versions"] = frame.spans
+        choice["logprobs"] = None
+        if request.num_log_probs is not None and delta.log_probs is not None:
+            choice["logprobs"] = {"content": self._entries(delta, request.num_log_probs)}
+        body: dict[str, Any] = {"request_id": frame.rid, "usage": None}
+        if start == 0 and request.return_token_ids:
+            body["prompt_token_ids"] = request.input_ids
+        if not self._is_old:
+            body["output_mode"] = "tokens"
+        return _ENCODER.encode(body | {"choices": [choice]})
+
+    def completion_event(self, frame: Frame, request: VllmBody, start: int) -> bytes:
+        """Return an event of `/v1/completions`."""
+        delta = _behind(frame, start)
+        shown = np.array([max(one, 0) for one in delta.ids], dtype=np.int32)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": self._vocabulary.decode(shown),
+            "logprobs": None,
+            **self._finish(frame),
+            "prompt_token_ids": None,
+            "token_ids": delta.ids if request.return_token_ids else None,
+        }
+        if start == 0 and request.return_token_ids:
+            choice["prompt_token_ids"] = request.input_ids
+        if request.num_log_probs is not None and delta.log_probs is not None:
+            choice["logprobs"] = self._completion_log_probs(
+                delta, delta.log_probs, request.names_ids
+            )
+        if not self._is_old:
+            choice["weight_versions"] = frame.spans if request.returns_versions else None
+        body = {
+            "id": frame.rid,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [choice],
+            "kv_transfer_params": None,
+        }
+        return _ENCODER.encode(body)
+
+    def counts_event(self, frame: Frame, request: VllmBody) -> bytes | None:
+        """Return the last event of a stream, None where it has none."""
+        usage = _usage(frame)
+        if usage is None or not request.counts_in_stream:
+            return None
+        usage = {name: value for name, value in usage.items() if value is not None}
+        name = "id" if frame.rid.startswith("cmpl-") else "request_id"
+        return _ENCODER.encode({name: frame.rid, "choices": [], "usage": usage})
+
     def _entries(self, frame: Frame, num_log_probs: int) -> list[_Entry] | list[_OldEntry]:
         pairs = zip(frame.log_prob_ids, frame.log_probs or (), strict=True)
         if self._is_old:
@@ -150,6 +214,17 @@ class ReplyWriter:
         # The model's own end token is no stop that anybody asked for.
         is_eos = end.matched == self._vocabulary.im_end
         return {"finish_reason": end.kind, "stop_reason": None if is_eos else end.matched}
+
+
+def _behind(frame: Frame, start: int) -> Frame:
+    """Return what is new in a frame behind so many ids."""
+    log_probs = None if frame.log_probs is None else frame.log_probs[start:]
+    return replace(
+        frame,
+        ids=frame.ids[start:],
+        log_probs=log_probs,
+        log_prob_ids=frame.log_prob_ids[start:],
+    )
 
 
 def _usage(frame: Frame) -> dict[str, Any] | None:

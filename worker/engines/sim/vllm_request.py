@@ -58,8 +58,11 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "max_tokens": (1, 1 << 62, "max_tokens must be at least 1, got {}."),
     "min_tokens": (0, 1 << 62, "min_tokens must be greater than or equal to 0, got {}."),
     "logprobs": (-1, 1 << 31, "logprobs must be non-negative or -1, got {}."),
+    "stream_interval": (1, 1 << 62, "stream_interval must be at least 1, got {}."),
 }
-_INTEGERS = ("max_tokens", "min_tokens", "seed", "logprobs", "top_k", "routed_experts_prompt_start")
+_INTEGERS: tuple[str, ...] = tuple(
+    "max_tokens min_tokens seed logprobs top_k routed_experts_prompt_start stream_interval".split()
+)
 MAX_SALT_CHARS = 1024
 
 
@@ -69,6 +72,7 @@ class _Generate(msgspec.Struct):
     request_id: str | None = None
     model: str | None = None
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int = 0
     return_token_ids: bool | None = None
@@ -98,6 +102,10 @@ class VllmBody:
     """`/v1/completions` says which weights sampled what."""
     experts_from: int
     """First position whose routed experts are wanted."""
+    interval: int
+    """New tokens of an event, where a stream is asked for; 0 asks for none."""
+    counts_in_stream: bool
+    """A stream ends with an event of counts (`include_usage`)."""
     unknown: tuple[str, ...]
     """Sampling keys that vLLM would not have read."""
 
@@ -139,7 +147,7 @@ def read_generate(
             "stop strings are only supported when detokenize is True. Set `detokenize=True` to use "
             "stop."
         )
-    _check(sampling, body.stream, body.priority, body.model, model)
+    _check(sampling, body.priority, body.model, model)
     vllm_check_length(len(body.token_ids), context_tokens)
     return _body(
         f"generate-tokens-{header_id or body.request_id or new_rid()}",
@@ -149,6 +157,8 @@ def read_generate(
         default_tokens=context_tokens,
         return_token_ids=body.return_token_ids is True,
         unknown=tuple(sampling.keys() - SAMPLING_KEYS),
+        stream=body.stream is True,
+        options=body.stream_options,
     )
 
 
@@ -166,7 +176,11 @@ def read_completion(
     if not isinstance(prompt, list) or not prompt or not all(type(one) is int for one in prompt):
         raise VllmRefused("the simulated engine takes one prompt of token ids")
     _check_salt(fields.get("cache_salt"))
-    _check(fields, fields.get("stream"), fields.get("priority") or 0, fields.get("model"), model)
+    _check(fields, fields.get("priority") or 0, fields.get("model"), model)
+    if fields.get("stream_options") and not fields.get("stream"):
+        raise VllmRefused(
+            "Stream options can only be defined when `stream=True`.", param="stream_options"
+        )
     limit = fields.get("max_tokens")
     if limit is not None and limit > context_tokens:
         raise VllmRefused(
@@ -191,6 +205,8 @@ def read_completion(
         default_tokens=16,
         return_token_ids=fields.get("return_token_ids") is True,
         unknown=(),
+        stream=fields.get("stream") is True,
+        options=fields.get("stream_options"),
     )
 
 
@@ -203,6 +219,8 @@ def _body(
     default_tokens: int,
     return_token_ids: bool,
     unknown: tuple[str, ...],
+    stream: bool,
+    options: Mapping[str, Any] | None,
 ) -> VllmBody:
     limit = sampling.get("max_tokens")
     wanted = default_tokens if limit is None else limit
@@ -224,6 +242,8 @@ def _body(
         names_ids=sampling.get("return_tokens_as_token_ids") is True,
         returns_versions=sampling.get("return_weight_versions") is True,
         experts_from=min(len(ids), sampling.get("routed_experts_prompt_start") or 0),
+        interval=(sampling.get("stream_interval") or 1) if stream else 0,
+        counts_in_stream=(options or {}).get("include_usage") is True,
         unknown=unknown,
     )
 
@@ -238,9 +258,7 @@ def _check_salt(salt: Any) -> None:
         raise _invalid("Parameter 'cache_salt' must be a non-empty string if provided.")
 
 
-def _check(
-    sampling: Mapping[str, Any], stream: Any, priority: int, asked: str | None, model: str
-) -> None:
+def _check(sampling: Mapping[str, Any], priority: int, asked: str | None, model: str) -> None:
     if model and asked and asked != model:
         raise VllmRefused(
             f"The model `{asked}` does not exist. Valid aliases: {model}.",
@@ -250,8 +268,6 @@ def _check(
         )
     if priority:
         raise VllmRefused(f"Got priority {priority} but Priority scheduling is not enabled.")
-    if stream:
-        raise VllmRefused("the simulated engine does not stream; send stream: false")
     for key in _INTEGERS:
         value = sampling.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
