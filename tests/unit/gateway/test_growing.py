@@ -156,6 +156,8 @@ def test_a_stream_is_the_message_for_what_models_write_stopped_anywhere(name: st
     ids = ids_of(name, text)
     for end in range(0, len(ids) + 1, 3):
         streamed(renderer, helds[0], ids[:end])
+    for whole in texts_of(SAME_AS.get(name, name)):
+        streamed(renderer, helds[0], ids_of(name, whole), max_calls=1)
     _, message = streamed(renderer, helds[0], ids)
     assert message.get("tool_calls") or name == "llama-3"
 
@@ -190,6 +192,39 @@ def test_content_in_front_of_a_call_comes_before_the_call_is_there(name: str) ->
     assert "".join(delta.get("content", "") for delta in early) == "I look."
     assert message["content"] == "I look."
     assert len(message["tool_calls"]) == len(parallel(SAME_AS.get(name, name)))
+
+
+HARMONY_ANALYSIS = "<|channel|>analysis<|message|>"
+HARMONY_FINAL = "<|channel|>final<|message|>"
+HARMONY_NEXT = "<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{HARMONY_ANALYSIS}a<|start|>assistant{HARMONY_FINAL}b{HARMONY_NEXT}{HARMONY_FINAL}c",
+         f"a<|start|>assistant{HARMONY_FINAL}b", "c"),
+        (f"{HARMONY_ANALYSIS}a{HARMONY_NEXT}{HARMONY_ANALYSIS}b", "a\nb", ""),
+        (f"{HARMONY_ANALYSIS}a{HARMONY_NEXT}{HARMONY_ANALYSIS} {HARMONY_NEXT}{HARMONY_ANALYSIS}b",
+         "a\n \nb", ""),
+        (f"{HARMONY_FINAL}a {HARMONY_NEXT}{HARMONY_FINAL} b <|return|>c", None, "a  b"),
+        (f"{HARMONY_FINAL}a<|start|>assistant{HARMONY_FINAL}b", None, "ab"),
+        (f"{HARMONY_FINAL}a<|message|>b<|channel|>c", None, "a<|message|>b<|channel|>c"),
+        (f"<|channel|>final{HARMONY_NEXT}{HARMONY_FINAL}b", None, "<|channel|>finalb"),
+        ("<|channel|>analysis", None, "<|channel|>analysis"),
+        (f"{HARMONY_FINAL}a<|end|><|end|><|start|><|start|>{HARMONY_FINAL}b", None, "ab"),
+        (f"<|channel|>commentary<|message|>a{HARMONY_NEXT}", None, "aassistant"),
+    ],
+)  # fmt: skip
+def test_gpt_oss_its_messages_are_told_as_they_are_sampled(
+    text: str, reasoning: str | None, content: str
+) -> None:
+    renderer, helds, _ = family("gpt-oss")
+    for size in (1, 3, 1000):
+        early, message = streamed(renderer, helds[0], ids_of("gpt-oss", text), size)
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+        if content == "ab":
+            assert joined(early) == message
 
 
 # --- chat templates ------------------------------------------------------------------------------
