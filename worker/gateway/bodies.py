@@ -55,7 +55,7 @@ class Bodies:
     @contextlib.asynccontextmanager
     async def reading(
         self, scope: Scope, receive: Receive, headers: Mapping[str, str]
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncIterator[bytearray]:
         """Yield the whole body, and hold it meanwhile.
 
         Raises:
@@ -70,8 +70,8 @@ class Bodies:
                     await self._fill(body, scope, receive)
             except TimeoutError:
                 late = f"the request's body did not arrive within {self._limits.body_s:g} s"
-                raise HttpRefusal(408, late, again=True) from None
-            yield bytes(body)
+                raise HttpRefusal(408, late, again=True, closes=True) from None
+            yield body
         finally:
             self.held_bytes -= len(body)
 
@@ -92,9 +92,10 @@ class Bodies:
             self.held_bytes += len(chunk)
             wire_bytes = scope[CONNECTION].wire_bytes
             if more and wire_bytes > _FRAMING_BYTES and wire_bytes > 2 * len(body):
-                raise HttpRefusal(400, "the body's chunks are too small: send larger ones")
+                small = "the body's chunks are too small: send larger ones"
+                raise HttpRefusal(400, small, closes=True)
 
-    async def parse(self, body: bytes, then: Callable[[dict[str, Any]], T]) -> T:
+    async def parse(self, body: bytearray, then: Callable[[dict[str, Any]], T]) -> T:
         """Return `then(body as JSON)`; both in a thread where the body is large.
 
         Raises:
@@ -132,7 +133,7 @@ def too_large(max_body_bytes: int) -> Refusal:
     return HttpRefusal(413, said)
 
 
-def decode(body: bytes) -> dict[str, Any]:
+def decode(body: bytes | bytearray) -> dict[str, Any]:
     """Return a body as an object; of a name that stands there twice the last value counts.
 
     Half of a surrogate pair, as JavaScript leaves it where it cuts a text, is read as U+FFFD: the

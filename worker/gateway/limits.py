@@ -76,6 +76,7 @@ class HttpRefusal(Refusal):
     Attributes:
         status: of the response.
         again: the same request may succeed later.
+        closes: the connection ends with the response, at once.
         headers: of the response.
     """
 
@@ -85,10 +86,11 @@ class HttpRefusal(Refusal):
         message: str,
         *,
         again: bool = False,
+        closes: bool = False,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(_KINDS.get(status, ErrorKind.INVALID), message)
-        self.status, self.again, self.headers = status, again, headers
+        self.status, self.again, self.closes, self.headers = status, again, closes, headers
 
 
 class ClientLeft(Exception):

@@ -38,6 +38,8 @@ PREFIX = "/sessions/{key}"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _KEY_SHOWN = 64
 _PATH_SHOWN = 128
+_CANCEL_S = 5.0
+"""How long what a stream waits for may take to end once its client left."""
 _SESSION_PATH = re.compile(r"^/sessions/[^/]*(/v1)?/")
 _THREADED_TOKENS = 4096
 """Replies of so many tokens with log-probs are written in a thread."""
@@ -296,7 +298,9 @@ async def _of(stream: EventStream, coming: Awaitable[Any]) -> Any:
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,))
+            await asyncio.wait((task,), timeout=_CANCEL_S)
+        if task.done() and not task.cancelled():
+            task.exception()  # what broke while its client left is nobody's business
 
 
 async def _awaited(coming: Any) -> Any:

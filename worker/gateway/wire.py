@@ -142,35 +142,40 @@ class Wire:
         """
         await self._write({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def answer(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        """Send a whole response.
+    async def answer(
+        self, status: int, body: bytes, headers: Headers = (), *, closes: bool = False
+    ) -> None:
+        """Send a whole response; with `closes` the connection ends there.
 
         Raises:
             ClientLeft: nobody takes it.
         """
+        lingers = not closes and not self._can_serve_on()
+        last = ((b"connection", b"close"),) if closes or lingers else ()
         length = (b"content-length", str(len(body)).encode())
-        rest = () if self._can_serve_on() else ((b"connection", b"close"),)
-        await self.send_head(status, [*headers, length, *rest])
-        if rest:
+        await self.send_head(status, [*headers, length, *last])
+        if lingers:
             await self.send_body(body)
             await self._linger()
             body = b""
         await self.send_body(body, more=False)
 
-    async def answer_json(self, status: int, body: Any, headers: Headers = ()) -> None:
+    async def answer_json(
+        self, status: int, body: Any, headers: Headers = (), *, closes: bool = False
+    ) -> None:
         """Send a whole response; `body` is bytes of JSON, or becomes them."""
         encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        await self.answer(status, encoded, [_JSON, *headers])
+        await self.answer(status, encoded, [_JSON, *headers], closes=closes)
 
     async def refuse(self, refusal: Refusal, body: Any, headers: Headers = ()) -> None:
         """Send an error, with what an SDK is to do about it."""
-        again, more = refusal.kind in RETRYABLE, headers
+        again, closes, more = refusal.kind in RETRYABLE, False, headers
         if isinstance(refusal, HttpRefusal):
-            again, more = refusal.again, (*headers, *refusal.headers)
+            again, closes, more = refusal.again, refusal.closes, (*headers, *refusal.headers)
         said = [(b"x-should-retry", b"true" if again else b"false")]
         if again:
             said.append((b"retry-after", str(RETRY_AFTER_S).encode()))
-        await self.answer_json(status_of(refusal), body, [*said, *more])
+        await self.answer_json(status_of(refusal), body, [*said, *more], closes=closes)
 
     def _can_serve_on(self) -> bool:
         """The connection is good for another request."""

@@ -279,7 +279,7 @@ class Metrics:
     def _declare_gateway(self) -> None:
         registry = self.registry
         self.gateway_sessions = prom.Gauge(
-            "rollout_gateway_sessions", "Sessions that agents may call", registry=registry
+            "rollout_gateway_sessions", "Open sessions", registry=registry
         )
         requests = prom.Counter(
             "rollout_gateway_requests", "Requests of agents", ["outcome"], registry=registry

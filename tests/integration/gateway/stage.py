@@ -164,6 +164,7 @@ class Stage:
     """The first one that was opened, and its input and key."""
     given: GenerateInput | None = None
     sim: Any = None
+    opened: list[Any] = field(default_factory=list)
 
     @property
     def asked(self) -> list[Asked]:
@@ -178,10 +179,11 @@ class Stage:
 
     def open(self, *, rules: dict[str, Any] | None = None, **changes: Any) -> Any:
         """Open a session; `changes` are `generate_stage.given`'s."""
-        from worker.gateway.book import SessionRules
+        from worker.gateway.session import SessionRules
 
         leased = given(self.engine, self.renderer, **changes)
         session = self.book.open(leased, SessionRules(**self.rules | (rules or {})))
+        self.opened.append(session)
         if self.session is None:
             self.session, self.given = session, leased
         return session
@@ -297,14 +299,14 @@ async def gateway_stage(
         await gateway.start()
         ends.push_async_callback(gateway.aclose)
         client = await ends.enter_async_context(
-            httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None))
+            httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None), verify=False)
         )
         stage = Stage(
             gateway, sessions, engine, renderer, client, known | (rules or {}), sim=server
         )
         if book is None:
             stage.open(**changes)
-            ends.push_async_callback(_close_all, sessions)
+            ends.push_async_callback(_close_all, stage)
         yield stage
 
 
@@ -314,6 +316,6 @@ def _book() -> Any:
     return Book()
 
 
-async def _close_all(sessions: Any) -> None:
-    for session in list(getattr(sessions, "sessions", ())):
+async def _close_all(stage: Stage) -> None:
+    for session in stage.opened:
         await session.close()
