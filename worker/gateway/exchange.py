@@ -17,38 +17,9 @@ from rollstream.errors import ContractError, StopReason
 
 from .context import Context
 from .live import Growing, LiveReply
-from .tree import Echo, Node
+from .placing import Place
+from .tree import Node
 from .types import ChatReply, ChatRequest, Delta, ErrorKind, Refusal
-
-
-class Place:
-    """Where a request stands in the tree, seen when it arrived."""
-
-    __slots__ = ("attached", "echo", "overlap", "parent", "rewritten", "start", "tools_key",
-                 "version")  # fmt: skip
-
-    def __init__(
-        self, echo: Echo, attached: Node | None, start: int, overlap: int, tools_key: bytes
-    ) -> None:
-        """Describe a place.
-
-        Args:
-            echo: the messages.
-            attached: whose conversation they begin with.
-            start: the first message behind that.
-            overlap: how many of them are known from somewhere.
-            tools_key: of the request.
-        """
-        self.echo, self.attached, self.overlap = echo, attached, overlap
-        self.tools_key = tools_key
-        # A turn that the client wrote itself cannot be appended to what was sampled: templates
-        # append to a reply, not in its place. So it is a conversation that begins anew.
-        self.rewritten = attached is not None and any(
-            message.get("role") == "assistant" for message in echo.messages[start:]
-        )
-        self.parent, self.start = (None, 0) if self.rewritten else (attached, start)
-        self.version = 0
-        """Of the tree, when the request arrived."""
 
 
 class Job:
@@ -65,8 +36,8 @@ class Job:
     """
 
     __slots__ = (
-        "_changed", "_live", "_prepared", "context", "created_unix_s", "cut", "digest", "id",
-        "is_stopped", "node", "num_open", "place", "refusal", "reply", "request", "task", "timer",
+        "_changed", "_deltas", "_live", "_prepared", "_timer", "context", "created_unix_s", "cut",
+        "digest", "id", "node", "num_open", "place", "refusal", "reply", "request", "task",
     )  # fmt: skip
 
     def __init__(self, request: ChatRequest, place: Place | None, digest: bytes) -> None:
@@ -81,10 +52,9 @@ class Job:
         self.refusal: Refusal | None = None
         self.num_open = 0
         self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.is_stopped = False
-        """Whether its task was told to stop."""
+        self._timer: asyncio.TimerHandle | None = None
         self._prepared = False
+        self._deltas: list[Delta] = []
         self._live: LiveReply | None = None
         self._changed = asyncio.Event()
 
@@ -96,7 +66,7 @@ class Job:
     @property
     def deltas(self) -> list[Delta]:
         """What of the reply may be read."""
-        return [] if self._live is None else self._live.deltas
+        return self._deltas if self._live is None else self._live.deltas
 
     def read_along(self, grow: Callable[[], Growing]) -> LiveReply:
         """Begin to keep the reply in pieces, and return what is told of them."""
@@ -111,13 +81,14 @@ class Job:
     def end(self, reply: ChatReply) -> None:
         """Note the reply."""
         self.reply = reply
-        self.tell()
+        self._settle()
 
     def fail(self, refusal: Refusal) -> None:
-        """Note that there is none."""
-        if not self.is_over:
-            self.refusal = refusal
-            self.tell()
+        """Note that there is none; of a reply that is there, that it is not given out any more."""
+        if self.refusal is None:
+            # Without the frames that it came through, which hold this job.
+            self.refusal = _again(refusal)
+            self._settle()
 
     def tell(self) -> None:
         """Wake whoever waits for news."""
@@ -161,8 +132,25 @@ class Job:
         Raises:
             Refusal: so.
         """
-        if (refusal := self.refusal) is not None:
-            raise Refusal(refusal.kind, refusal.message, param=refusal.param)
+        if self.refusal is not None:
+            raise _again(self.refusal)
+
+    def start_timer(self, delay_s: float, then: Callable[[Job], None]) -> None:
+        """Have `then` called with this job, unless `stop_timer` comes first."""
+        self.stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, then, self)
+
+    def stop_timer(self) -> None:
+        """Have nothing called."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _settle(self) -> None:
+        """Keep what may be read, and let go of what made it."""
+        if self._live is not None:
+            self._deltas, self._live = self._live.deltas, None
+        self.tell()
 
 
 class Owner(Protocol):
@@ -264,3 +252,7 @@ class SessionExchange:
 def closed() -> Refusal:
     """Return what a client of a closed session is told."""
     return Refusal(ErrorKind.GONE, "the session is closed; its sample is complete")
+
+
+def _again(refusal: Refusal) -> Refusal:
+    return Refusal(refusal.kind, refusal.message, param=refusal.param)

@@ -17,10 +17,10 @@ How it is used (server: begin … leave; the generate function `agent`: the rest
     session.fault, session.ended_by             # why the agent may have ended badly
     session.stats                               # counts; they stand in metadata["agent"] already
 
-A request passes three gates: it is attached to a node when it arrives (`tree`), its prompt is
-rendered and has room for a token, and when its reply is given out the node is appended behind the
-one that it was attached to. Nodes are never removed, so what others committed meanwhile makes it a
-branch and never an error.
+A request passes three gates: it is attached to a node when it arrives (`placing`), its prompt is
+rendered and has room for a token (`answering`, `calling`), and when its reply is given out a node
+is appended behind the one that it was attached to. Nodes are never removed, so what others
+committed meanwhile makes it a branch and never an error.
 """
 
 from __future__ import annotations
@@ -28,93 +28,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import numpy as np
 import structlog
 
 from rollstream.errors import STATUS_OF, ContractError, EngineFault, StopReason, Withheld
 from rollstream.group import Trajectory
-from rollstream.sample import Message, TokenIds
 
 from ..functions import describe
-from ..offload import call
-from ..tito.tokenizer import LONG_IDS
-from ..types import DivergencePolicy, Finish, GenerateInput, PromptIds
-from .calling import Caller, NoRoom, Sampled, Stats
+from ..types import DivergencePolicy, GenerateInput
+from .answering import Answers
+from .calling import Caller, NoRoom, Stats
 from .collect import assemble
-from .context import Context
-from .exchange import Job, Place, SessionExchange, closed
-from .growing import GrowingReply
-from .live import Growing
-from .matchers import Matcher, first_difference, rendered
-from .picker import DROP_RETRIES, Picked, Picker, drop_retries
-from .reply import call_rule, finish_word, reply_message
+from .exchange import Job, SessionExchange, closed
+from .picker import Picked, drop_retries
+from .placing import Limited, Line, Place, Places
+from .rules import SessionRules as SessionRules
 from .tree import Echo, Node, Tree
-from .types import STATUS, ChatReply, ChatRequest, Delta, ErrorKind, Refusal
+from .types import STATUS, ChatRequest, Delta, ErrorKind, Refusal
 
-REJOIN_S = 5.0
-"""How long a request without a stream, whose client is gone, goes on for its retry."""
 CLOSE_S = 10.0
 """How long calls may take to stop."""
 MAX_NOTED = 1000
 """Divergences that are listed one by one in a sample's metadata."""
 log = structlog.get_logger("gateway")
-
-
-class Prompting(Protocol):
-    """What makes prompts of messages (`prompting.Prompter`)."""
-
-    def tools_key(self, tools: list[Message] | None) -> bytes:
-        """Return what is the same for tools that mean the same."""
-        ...
-
-    async def first(self, messages: list[Message], tools: list[Message] | None) -> PromptIds:
-        """Return the ids of a conversation that begins."""
-        ...
-
-    async def append(
-        self,
-        window: TokenIds,
-        completion: TokenIds,
-        new_messages: list[Message],
-        tools: list[Message] | None,
-        *,
-        reply: Message | None = None,
-        first_place: int = 0,
-    ) -> TokenIds:
-        """Return only the ids to append behind `completion`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRules:
-    """What all sessions of one environment share."""
-
-    prompter: Prompting
-    kind: Literal["linear", "tree"] = "linear"
-    on_divergence: DivergencePolicy = DivergencePolicy.KEEP_PREFIX
-    matcher: Matcher = rendered
-    picker: Picker = field(default_factory=lambda: Picker(DROP_RETRIES))
-    """Of trees."""
-    max_turns: int = 1024
-    """Calls of one line."""
-    max_in_flight: int = 32
-    """Requests at once."""
-    rejoin_s: float = REJOIN_S
-
-
-class Line(Enum):
-    """What a request of a linear session is to its newest reply."""
-
-    GOES_ON = "goes_on"
-    AGAIN = "again"
-    """Its turn again, as it was or edited; or going on from an earlier try of it."""
-    DIVERGES = "diverges"
 
 
 class Session:
@@ -124,7 +64,6 @@ class Session:
         key: names it in its URL.
         fault: what broke the last request, where that was infrastructure and nothing succeeded
             since.
-        over: set once its sample begins anew whatever comes: nothing is answered any more.
     """
 
     def __init__(
@@ -134,20 +73,24 @@ class Session:
         rules: SessionRules,
         on_closed: Callable[[str], None] = lambda key: None,
     ) -> None:
+        """Begin without a call; `on_closed` is told the key, once."""
         self.key, self._given, self._rules = key, given, rules
         self._on_closed = on_closed
         self._tree = Tree(rules.matcher)
+        self._places = Places(self._tree, rules)
+        self._answers = Answers(given, rules.prompter)
         self._stats = Stats()
         self._caller = Caller(given, self._stats)
         self._jobs: set[Job] = set()
         """Under way, or there and not given out yet."""
         self._tries: dict[bytes, Job | Node] = {}
         """The last request of each digest, for its retries."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """All that run, those that were told to stop too."""
         self._divergences: list[dict[str, Any]] = []
         self.fault: EngineFault | None = None
         self._limit: StopReason | None = None
-        self._withheld: Withheld | None = None
-        self.over = asyncio.Event()
+        self._withheld = False
         self._closed = False
         self._collecting = asyncio.Lock()
         self._collected: Trajectory | None = None
@@ -161,9 +104,9 @@ class Session:
     def ended_by(self) -> StopReason | None:
         """The limit that refused the last request, or cut the newest reply; None for neither.
 
-        `abort_weights` where the weights change, and what is stopped begins anew.
+        `abort_weights` where the weights change and what is stopped begins anew.
         """
-        if self._withheld is not None:
+        if self._withheld:
             return StopReason.ABORT_WEIGHTS
         if self._limit is not None:
             return self._limit
@@ -184,9 +127,12 @@ class Session:
         """
         self._stats.requests += 1
         try:
-            job = self._job_of(request)
+            job = await self._job_of(request)
+        except RecursionError:
+            self._stats.refused += 1
+            raise _too_deep() from None
         except Refusal as refusal:
-            self._count_refusal(refusal)
+            self._note_refusal(refusal)
             raise
         exchange = SessionExchange(self, job, streams=request.stream)
         try:
@@ -199,57 +145,57 @@ class Session:
     async def count(self, request: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has; nothing is called or kept.
 
+        Of messages that end with a reply of this session: those up to its end.
+
         Raises:
             Refusal: as for `begin`.
         """
         self._check_open()
+        echo = Echo(request.messages)
         try:
-            place = self._place_of(request, Echo(request.messages))
+            tools_key = self._rules.prompter.tools_key(request.tools)
+            known = None if request.continues else self._places.known(echo, tools_key)
+            if known is not None:
+                return known.context.num_tokens
+            place = self._places.of(request, echo, tools_key)
         except RecursionError:
             raise _too_deep() from None
-        return (await self._render(request, place)).num_tokens
+        return (await self._answers.render(request, place)).num_tokens
 
-    def _job_of(self, request: ChatRequest) -> Job:
-        """Return the job that answers a request: a new one, or that of an earlier try."""
+    async def _job_of(self, request: ChatRequest) -> Job:
+        """Return the job that answers a request: a new one, or that of an earlier try.
+
+        It waits for nothing unless what it returns is there already.
+
+        Raises:
+            Refusal: why there is none.
+        """
         self._check_open()
         is_full = self.num_in_flight >= self._rules.max_in_flight
         is_again = request.retry > 0 or bool(request.retry_key)
         if is_full and not is_again:
             raise self._busy()
         echo = Echo(request.messages)
-        try:
-            digest = self._digest(request, echo)
-            earlier = self._earlier(request, digest) if is_again else None
-            if isinstance(earlier, Node):
-                self._stats.replayed += 1
-                return self._replayed(request, earlier, digest)
-            if is_full and (earlier is None or earlier.num_open > 0):
-                raise self._busy()
-            if earlier is not None:
-                self._stats.joined += 1
-                if earlier.timer is not None:
-                    earlier.timer.cancel()
-                return earlier
-            place = self._place_of(request, echo)
-        except RecursionError:
-            raise _too_deep() from None
-        self._check_limits(place)
+        tools_key = self._rules.prompter.tools_key(request.tools)
+        digest = _digest(request, echo, tools_key)
+        earlier = self._earlier(request, digest) if is_again else None
+        if isinstance(earlier, Node):
+            return await self._replayed(request, earlier, digest)
+        if is_full and (earlier is None or earlier.num_open > 0):
+            raise self._busy()
+        if earlier is not None:
+            self._stats.joined += 1
+            earlier.stop_timer()
+            return earlier
+        place = self._places.of(request, echo, tools_key)
+        self._places.check(place)
         job = Job(request, place, digest)
         self._jobs.add(job)
         self._tries[digest] = job
         job.task = asyncio.create_task(self._run(job), name=f"reply {job.id}")
+        self._tasks.add(job.task)
+        job.task.add_done_callback(self._tasks.discard)
         return job
-
-    def _digest(self, request: ChatRequest, echo: Echo) -> bytes:
-        """Return what is the same for all tries of one request; its key too, where it has one."""
-        words = (
-            request.max_tokens, request.call_rule, request.max_calls, request.continues,
-            request.log_probs, request.retry_key,
-        )  # fmt: skip
-        text = blake2b(repr(words).encode("utf-8", "surrogatepass"), digest_size=16)
-        text.update(self._rules.prompter.tools_key(request.tools))
-        text.update(echo.key(0, len(echo.messages)))
-        return text.digest()
 
     def _earlier(self, request: ChatRequest, digest: bytes) -> Job | Node | None:
         """Return the try that a request repeats.
@@ -258,128 +204,45 @@ class Session:
         """
         if not request.retry_key:
             for job in self._jobs:
-                if job.digest == digest and job.num_open == 0 and job.refusal is None:
+                if job.digest == digest and job.num_open == 0:
                     return job
         return self._tries.get(digest)
 
-    def _replayed(self, request: ChatRequest, node: Node, digest: bytes) -> Job:
+    async def _replayed(self, request: ChatRequest, node: Node, digest: bytes) -> Job:
         """Return a job whose reply was given out already."""
+        self._stats.replayed += 1
         job = Job(request, None, digest)
         job.context, job.node = node.context, node
-        job.prepared()
         reply = node.reply
         if request.log_probs:
-            reply = replace(reply, pieces=self._given.renderer.pieces(reply.ids))
+            reply = replace(reply, pieces=await self._answers.pieces(reply.ids))
         job.end(reply)
         return job
-
-    def _place_of(self, request: ChatRequest, echo: Echo) -> Place:
-        """Return where a request stands.
-
-        Raises:
-            Refusal: it has nothing new, or continues what nobody knows.
-        """
-        tools_key = self._rules.prompter.tools_key(request.tools)
-        if not request.messages:
-            raise Refusal(ErrorKind.INVALID, "messages is empty; send at least one message",
-                          param="messages")  # fmt: skip
-        if request.continues:
-            node = self._tree.of_reply(request.continues)
-            if node is None:
-                raise Refusal(
-                    ErrorKind.NOT_FOUND,
-                    f"this session gave no reply {request.continues[:64]!r} to go on from",
-                )
-            place = Place(echo, node, 0, node.num_messages, tools_key)
-            if place.rewritten or node.tools_key != tools_key:
-                whole = Echo([*node.conversation(), *request.messages])
-                place = self._attach(whole, tools_key)
-        else:
-            place = self._attach(echo, tools_key)
-        place.version = self._tree.version
-        return place
-
-    def _attach(self, echo: Echo, tools_key: bytes) -> Place:
-        attached = self._tree.attach(echo, tools_key)
-        if attached.num_known == len(echo.messages):
-            raise Refusal(
-                ErrorKind.INVALID,
-                f"message {attached.num_known - 1} is this session's own reply and nothing follows "
-                "it; add what the model is to answer",
-                param="messages",
-            )
-        return Place(echo, attached.node, attached.num_known, attached.overlap, tools_key)
-
-    def _check_limits(self, place: Place) -> None:
-        """Check that the reply that a request goes on from can be gone on from.
-
-        Raises:
-            Refusal: it cannot.
-        """
-        parent, most = place.parent, self._rules.max_turns
-        if parent is not None and parent.cut is not None:
-            self._limit = parent.cut
-            raise Refusal(
-                ErrorKind.CONFLICT,
-                f"the reply before message {place.start} was cut ({parent.cut.value}) and cannot "
-                "be gone on from; ask for it again, or end here",
-                param="messages",
-            )
-        if parent is not None and parent.depth >= most:
-            self._limit = StopReason.MAX_TURNS
-            raise Refusal(
-                ErrorKind.INVALID, f"this conversation has {parent.depth} replies and may have "
-                f"{most}; end here", param="messages",
-            )  # fmt: skip
-        if self._rules.kind != "linear" or self._line(place) is not Line.DIVERGES:
-            return
-        if self._rules.on_divergence is DivergencePolicy.REJECT:
-            self._stats.divergences += 1
-            raise self._diverged(place)
-
-    def _line(self, place: Place) -> Line:
-        """Return what a request is to the newest reply, as it is now."""
-        newest, parent = self._tree.newest, place.parent
-        if newest is None or (parent is newest and not place.rewritten):
-            return Line.GOES_ON
-        twin = self._tree.twin(parent, place.echo, place.start, place.tools_key)
-        if twin is not None and twin.twins == newest.twins:
-            return Line.AGAIN
-        if place.rewritten or parent is None:
-            return Line.DIVERGES
-        if parent is newest.parent:
-            return Line.AGAIN
-        is_twin = parent.parent is newest.parent and parent.twins == newest.twins
-        return Line.AGAIN if is_twin else Line.DIVERGES
-
-    def _diverged(self, place: Place) -> Refusal:
-        newest = self._tree.newest
-        assert newest is not None
-        found = first_difference(self._rules.matcher, newest.conversation(), place.echo.messages)
-        what = "the tools are not those of its first request"
-        if found is not None:
-            what = f"message {found[0]} is not the one that it knows ({found[1]})"
-        return Refusal(
-            ErrorKind.INVALID,
-            f"history was rewritten: {what}; this session goes on from its last reply or repeats "
-            'its last turn, and nothing else (gateway.on_divergence = "reject")',
-            param="messages" if found is not None else "tools",
-        )
 
     def _check_open(self) -> None:
         if self._closed:
             raise closed()
-        if self._withheld is not None:
+        if self._withheld:
             raise Refusal(
-                ErrorKind.GONE, "the session is over: the model's weights are about to change and "
-                "its sample begins anew"
-            )  # fmt: skip
+                ErrorKind.GONE,
+                "the session is over: the model's weights are about to change, and its sample "
+                "begins anew",
+            )
 
     def _busy(self) -> Refusal:
         return Refusal(
-            ErrorKind.BUSY, f"{self._rules.max_in_flight} requests of this session are under way; "
-            "wait for one of them (gateway.max_in_flight)"
-        )  # fmt: skip
+            ErrorKind.BUSY,
+            f"{self._rules.max_in_flight} requests of this session are under way; wait for one of "
+            "them (gateway.max_in_flight)",
+        )
+
+    def _note_refusal(self, refusal: Refusal) -> None:
+        if isinstance(refusal, Limited):
+            self._limit = refusal.limit
+        if STATUS[refusal.kind] >= 500:
+            self._stats.failed += 1
+        else:
+            self._stats.refused += 1
 
     # --- one reply -------------------------------------------------------------------------------
     async def _run(self, job: Job) -> None:
@@ -389,16 +252,18 @@ class Session:
         except Refusal as refusal:
             self._fail(job, refusal)
         except NoRoom as full:
-            self._fail(job, self._too_long(full))
+            is_first = self._tree.newest is None and full.bound is StopReason.CONTEXT_LENGTH
+            self._limit = StopReason.PROMPT_TOO_LONG if is_first else full.bound
+            self._fail(job, self._answers.too_long(full))
         except Withheld as withheld:
-            self._withheld = self._withheld or withheld
-            self.over.set()
+            self._withheld = True
             self._fail(job, Refusal(ErrorKind.ENGINE, str(withheld)))
         except EngineFault as fault:
-            self.fault = fault
+            # Without the frames that it came through, which hold this session.
+            self.fault = fault.with_traceback(None)
             self._fail(job, Refusal(ErrorKind.ENGINE, f"no engine answered: {fault.message}"))
         except asyncio.CancelledError:
-            self._fail(job, closed() if self._closed else _left())
+            self._fail(job, Refusal(ErrorKind.ENGINE, "the engine call was cancelled"))
             raise
         except Exception as error:  # the runner of a reply: one is not the session
             log.error("gateway_bug", session=self.key[:8], exc_info=error)
@@ -409,117 +274,52 @@ class Session:
     async def _sample(self, job: Job) -> None:
         request, place = job.request, job.place
         assert place is not None
-        job.context = context = await self._render(request, place)
+        job.context = context = await self._answers.render(request, place)
         self._check_open()
         self._caller.check_room(context, request.max_tokens)
         self._limit = None
         live = None
         if request.stream:
-            live = job.read_along(partial(self._grow, context))
+            live = job.read_along(partial(self._answers.growing, context))
         job.prepared()
         sampled = await self._caller.sample(context, request.max_tokens, live)
-        reply = await self._reply(job, context, sampled)
+        job.cut = sampled.cut
+        reply = await self._answers.reply(
+            request, context, sampled, reply_id=job.id, created_unix_s=job.created_unix_s
+        )
         self._check_open()
-        self.fault = None
         if live is not None:
             live.finish(reply.message)
+        self.fault = None
         job.end(reply)
-
-    async def _render(self, request: ChatRequest, place: Place) -> Context:
-        """Return the tokens in front of a reply.
-
-        Raises:
-            Refusal: the messages cannot be rendered.
-        """
-        prompter, parent = self._rules.prompter, place.parent
-        messages = list(place.echo.messages[place.start :])
-        if parent is None:
-            prompt = await prompter.first(messages, request.tools)
-            known = self._given.prompt
-            # Mostly the prompt of the group, which all members hold once.
-            return Context(None, known if np.array_equal(known.ids, prompt.ids) else prompt)
-        window = parent.context.window(self._given.renderer.stop_token_ids)
-        appended = await prompter.append(
-            window, parent.context.sampled(), messages, request.tools,
-            reply=parent.message, first_place=place.start,
-        )  # fmt: skip
-        return Context.behind(parent.context, appended)
-
-    def _grow(self, context: Context) -> Growing:
-        renderer = self._given.renderer
-        return GrowingReply(renderer, context.window(renderer.stop_token_ids))
-
-    async def _reply(self, job: Job, context: Context, sampled: Sampled) -> ChatReply:
-        """Return what a client is told of what was sampled."""
-        request, renderer = job.request, self._given.renderer
-        ids = context.sampled()
-        window = context.window(renderer.stop_token_ids)
-        long = len(ids) > LONG_IDS
-        parsed = await call(long, renderer.parse, ids, window, request.tools)
-        is_cut = sampled.cut is not None
-        message = reply_message(parsed, call_rule(request, is_cut=is_cut), request.max_calls)
-        pieces = await call(long, renderer.pieces, ids) if request.log_probs else ()
-        answers = [answer.completion.log_probs for answer in context.answers]
-        job.cut = sampled.cut
-        return ChatReply(
-            id=job.id,
-            message=message,
-            finish=finish_word(Finish.LENGTH if is_cut else Finish.STOP, message),
-            ids=ids,
-            log_probs=answers[0] if len(answers) == 1 else np.concatenate(answers),
-            pieces=pieces,
-            num_prompt=sampled.num_prompt,
-            num_cached=sampled.num_cached,
-            created_unix_s=job.created_unix_s,
-            stop_text=sampled.stop_text,
-        )
-
-    def _too_long(self, full: NoRoom) -> Refusal:
-        """Return what a client is told of a prompt without room, in words that SDKs know."""
-        is_first = self._tree.newest is None and full.bound is StopReason.CONTEXT_LENGTH
-        self._limit = StopReason.PROMPT_TOO_LONG if is_first else full.bound
-        limits = self._given.limits
-        most = min(limits.max_context, limits.max_seq_len or limits.max_context)
-        whose = ""
-        if full.bound is StopReason.RESPONSE_LENGTH:
-            whose = f", of which {limits.max_response} behind the first prompt"
-        return Refusal(
-            ErrorKind.TOO_LONG,
-            f"This model's maximum context length is {most} tokens{whose}. However, your messages "
-            f"resulted in {full.num_tokens} tokens: the prompt is too long. Please reduce the "
-            "length of the messages.",
-            param="messages",
-        )
 
     def _fail(self, job: Job, refusal: Refusal) -> None:
         """End a job without a reply."""
-        if job.refusal is not None or job.reply is not None:
-            return
-        self._count_refusal(refusal)
-        job.fail(refusal)
-        self._drop(job)
-
-    def _count_refusal(self, refusal: Refusal) -> None:
-        if STATUS[refusal.kind] >= 500:
-            self._stats.failed += 1
-        else:
-            self._stats.refused += 1
+        if not job.is_over:
+            self._note_refusal(refusal)
+            job.fail(refusal)
+            self._drop(job)
 
     def _drop(self, job: Job) -> None:
-        """Forget a job that becomes no node, and count what was sampled for it."""
+        """Forget a job that becomes no node, stop it, and count what was sampled for it."""
         if job not in self._jobs:
             return
         self._jobs.discard(job)
         if self._tries.get(job.digest) is job:
             del self._tries[job.digest]
-        if job.timer is not None:
-            job.timer.cancel()
+        job.stop_timer()
         if job.context is not None:
             self._stats.dropped_tokens += job.context.num_sampled
+        if job.task is not None and job.task is not asyncio.current_task():
+            job.task.cancel()  # once: its engine is told, and that must not be cut short
 
-    # --- how an exchange ends --------------------------------------------------------------------
+    # --- how an exchange ends (`exchange.Owner`) --------------------------------------------------
     def commit(self, job: Job) -> None:
-        """Make a reply part of the conversation; once (`exchange.Owner`)."""
+        """Make a reply part of the conversation; once.
+
+        Raises:
+            Refusal: the session was closed.
+        """
         if job.node is not None:
             return
         if self._closed:
@@ -528,10 +328,9 @@ class Session:
         assert place is not None
         assert reply is not None
         assert context is not None
-        newest = self._tree.newest
-        line = self._line(place)
-        is_raced = self._tree.version != place.version
-        node = self._tree.add(
+        newest, line = self._tree.newest, self._places.line(place)
+        self._stats.raced += self._tree.version != place.version
+        job.node = node = self._tree.add(
             place.parent,
             place.echo,
             place.start,
@@ -543,65 +342,54 @@ class Session:
             now_unix_s=time.time(),
         )
         self._stats.committed += 1
-        self._stats.raced += is_raced
         if self._rules.kind == "linear" and newest is not None:
             self._note_line(line, node, newest, place)
-        job.node = node
         self._jobs.discard(job)
         self._tries[job.digest] = node
-        if job.timer is not None:
-            job.timer.cancel()
+        job.stop_timer()
 
     def _note_line(self, line: Line, node: Node, newest: Node, place: Place) -> None:
-        """Note what a reply of a linear session does to the one before it."""
-        above = node.parent
-        while above is not None and above.superseded:  # somebody goes on from it
-            above.superseded = False
+        """Note what a reply of a linear session does to the one that was newest before it."""
+        parent = node.parent
+        if parent is not None and parent.superseded:  # somebody goes on from it
+            parent.superseded = False
             self._stats.superseded -= 1
-            above = above.parent
-        # An edit of a turn that its client did not know of is another line, not a repetition.
-        is_known = newest.id < place.version or newest.twins in (node.twins, _twins(node.parent))
-        if line is Line.AGAIN and is_known:
+        is_known = newest.id < place.version
+        is_twin = newest.twins in (node.twins, -1 if parent is None else parent.twins)
+        if line is Line.AGAIN and (is_known or is_twin):
+            # An edit of a turn that its client did not know of is a line of its own.
             newest.superseded = True
             self._stats.superseded += 1
-        elif line is Line.DIVERGES and newest.id < place.version:
+        elif line is Line.DIVERGES and is_known:
             self._stats.divergences += 1
             if len(self._divergences) < MAX_NOTED:
-                policy = self._rules.on_divergence
+                policy = self._rules.on_divergence.value
                 self._divergences.append(
-                    {"turn": node.id, "index": place.overlap, "policy": policy.value,
-                     "dropped_tokens": 0}
-                )  # fmt: skip
+                    {"turn": node.id, "index": place.overlap, "policy": policy, "dropped_tokens": 0}
+                )
 
     def left(self, job: Job, *, streamed: bool) -> None:
-        """Take note that one fewer waits for a reply (`exchange.Owner`)."""
+        """Take note that one fewer waits for a reply."""
         if job.num_open > 0 or job not in self._jobs:
             return
-        if streamed or self._closed or self._rules.rejoin_s <= 0:
+        if streamed or self._rules.rejoin_s <= 0:
             self._abandon(job)
             return
-        loop = asyncio.get_running_loop()
-        job.timer = loop.call_later(self._rules.rejoin_s, self._abandon, job)
+        job.start_timer(self._rules.rejoin_s, self._abandon)
 
     def whole(self, job: Job) -> list[Delta]:
-        """Return a reply that is there as deltas (`exchange.Owner`)."""
+        """Return a reply that is there as deltas."""
         assert job.reply is not None
         assert job.context is not None
-        return self._grow(job.context).finish(job.reply.message)
+        return self._answers.growing(job.context).finish(job.reply.message)
 
     def _abandon(self, job: Job) -> None:
         """Give up a reply that nobody waits for."""
         if job not in self._jobs or job.num_open > 0:
             return
         self._stats.left += 1
-        job.fail(_left())
+        job.fail(Refusal(ErrorKind.GONE, "nobody waited for this reply any more"))
         self._drop(job)
-        self._stop(job)
-
-    def _stop(self, job: Job) -> None:
-        if job.task is not None and not job.is_stopped:
-            job.is_stopped = True
-            job.task.cancel()
 
     # --- the end ---------------------------------------------------------------------------------
     async def close(self) -> None:
@@ -609,16 +397,14 @@ class Session:
         if not self._closed:
             self._closed = True
             self._on_closed(self.key)
-        running = [job.task for job in self._jobs if job.task is not None]
-        for job in list(self._jobs):
-            self._stop(job)
-            if job.reply is not None:
+            for job in list(self._jobs):
                 self._stats.left += 1
+                job.fail(closed())
                 self._drop(job)
-        if running:
-            _, left = await asyncio.wait(running, timeout=CLOSE_S)
-            if left:
-                log.warning("calls_not_stopped", session=self.key[:8], count=len(left))
+        if self._tasks:
+            _, running = await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            if running:
+                log.warning("calls_not_stopped", session=self.key[:8], count=len(running))
 
     async def collect(self) -> Trajectory:
         """Return what the session came to: the same objects each time.
@@ -639,19 +425,18 @@ class Session:
     async def _assemble(self) -> Trajectory:
         picked = await self._picked()
         kept = {node.id for leaf in picked.leaves for node in leaf.path()}
+        is_list = self._rules.kind == "tree" or len(picked.leaves) > 1
+        samples = await assemble(self._given, self._tree, picked, is_list=is_list)
         self._stats.dropped_tokens += sum(
             node.num_sampled for node in self._tree.nodes if node.id not in kept
         )
-        is_list = self._rules.kind == "tree" or len(picked.leaves) > 1
-        samples = await assemble(self._given, self._tree, picked, is_list=is_list)
-        first = samples[0]
-        first.metadata["agent"] = self.stats
+        samples[0].metadata["agent"] = self.stats
         if self._divergences:
-            first.metadata["divergences"] = self._divergences
-        if self._withheld is not None:
+            samples[0].metadata["divergences"] = self._divergences
+        if self._withheld:
             for sample in samples:
                 sample.finish(StopReason.ABORT_WEIGHTS, STATUS_OF[StopReason.ABORT_WEIGHTS])
-        return samples if is_list else first
+        return samples if is_list else samples[0]
 
     async def _picked(self) -> Picked:
         newest = self._tree.newest
@@ -659,18 +444,22 @@ class Session:
             return Picked([])
         if self._rules.kind == "tree":
             return await self._rules.picker.pick(self._tree)
-        if self._rules.on_divergence is DivergencePolicy.FORK:
-            picked = drop_retries(self._tree)
-            return Picked([n for n in picked.leaves if not n.superseded], picked.warnings)
-        return Picked([newest])
+        if self._rules.on_divergence is not DivergencePolicy.FORK:
+            return Picked([newest])
+        picked = drop_retries(self._tree)
+        return Picked([leaf for leaf in picked.leaves if not leaf.superseded], picked.warnings)
 
 
-def _twins(node: Node | None) -> int:
-    return -1 if node is None else node.twins
-
-
-def _left() -> Refusal:
-    return Refusal(ErrorKind.GONE, "nobody waited for this reply any more")
+def _digest(request: ChatRequest, echo: Echo, tools_key: bytes) -> bytes:
+    """Return what is the same for all tries of one request; its key too, where it has one."""
+    words = (
+        request.max_tokens, str(request.call_rule), request.max_calls, request.continues,
+        request.log_probs, request.retry_key,
+    )  # fmt: skip
+    text = blake2b(repr(words).encode("utf-8", "surrogatepass"), digest_size=16)
+    text.update(tools_key.rjust(16, b"\0"))
+    text.update(echo.key(0, len(echo.messages)))
+    return text.digest()
 
 
 def _too_deep() -> Refusal:
