@@ -98,6 +98,7 @@ def test_122_loose_takes_arguments_for_the_same_that_say_the_same(one: Any, othe
         ({"x": Decimal(1)}, {"x": Decimal(1)}),
         ({"x": Decimal(1)}, '{"x":1}'),
         ({"x": float("nan")}, {"x": float("nan")}),
+        ({"x": float("inf")}, {"x": float("inf")}),
         ({"x": (1,)}, {"x": (1,)}),
         ({1: 2}, {1: 2}),
         ('{"x":1}', '{"x":1'),
