@@ -61,11 +61,14 @@ class GrowingReply:
         self._sent: dict[Kind, list[str]] = {REASONING: [], CONTENT: []}
 
     def feed(self, ids: TokenIds | Sequence[int]) -> list[Delta]:
-        """Return what the next sampled ids make certain.
+        """Return what the next sampled ids make certain; nothing raises, whatever they are.
 
         Shape: [any]
         """
-        settled = self._settler.feed(np.asarray(ids).tolist() if len(ids) else [])
+        numbers: list[int] = np.asarray(ids).tolist() if len(ids) else []
+        if numbers and min(numbers) < 0:
+            self._settler = Nothing()  # no token: the reply will be found to be none
+        settled = self._settler.feed(numbers)
         for kind, text in settled:
             self._sent[kind].append(text)
         return [{kind: text} for kind, text in settled]
