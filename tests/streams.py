@@ -76,8 +76,9 @@ def vllm_events(reply: bytes, cuts: Iterable[int], *, usage: bool = True) -> lis
     (choice,) = whole["choices"]
     ids, found, behind = choice["token_ids"], [], 0
     named = {name: whole[name] for name in ("request_id", "id") if name in whole}
-    for end in [*cuts, len(ids)]:
-        is_last = end == len(ids)
+    ends = [*cuts, len(ids)]
+    for number, end in enumerate(ends, 1):
+        is_last = number == len(ends)
         part: dict[str, Any] = {"index": 0, "finish_reason": None, "stop_reason": None}
         if is_last:
             part |= choice
