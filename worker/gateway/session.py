@@ -35,7 +35,14 @@ from typing import Any
 
 import structlog
 
-from rollstream.errors import STATUS_OF, ContractError, EngineFault, StopReason, Withheld
+from rollstream.errors import (
+    STATUS_OF,
+    ContractError,
+    EngineFault,
+    EnvFault,
+    StopReason,
+    Withheld,
+)
 from rollstream.group import Trajectory
 
 from ..functions import describe
@@ -62,8 +69,9 @@ class Session:
 
     Attributes:
         key: names it in its URL.
-        fault: what broke the last request, where that was infrastructure and nothing succeeded
-            since.
+        fault: what broke the last request, where that was infrastructure (or a bug of ours) and
+            nothing succeeded since.
+        over: set once the sample begins anew whatever its agent still does.
     """
 
     def __init__(
@@ -88,9 +96,9 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         """All that run, those that were told to stop too."""
         self._divergences: list[dict[str, Any]] = []
-        self.fault: EngineFault | None = None
+        self.fault: EngineFault | EnvFault | None = None
+        self.over = asyncio.Event()
         self._limit: StopReason | None = None
-        self._withheld = False
         self._closed = False
         self._collecting = asyncio.Lock()
         self._collected: Trajectory | None = None
@@ -106,7 +114,7 @@ class Session:
 
         `abort_weights` where the weights change and what is stopped begins anew.
         """
-        if self._withheld:
+        if self.over.is_set():
             return StopReason.ABORT_WEIGHTS
         if self._limit is not None:
             return self._limit
@@ -222,7 +230,7 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise closed()
-        if self._withheld:
+        if self.over.is_set():
             raise Refusal(
                 ErrorKind.GONE,
                 "the session is over: the model's weights are about to change, and its sample "
@@ -256,7 +264,7 @@ class Session:
             self._limit = StopReason.PROMPT_TOO_LONG if is_first else full.bound
             self._fail(job, self._answers.too_long(full))
         except Withheld as withheld:
-            self._withheld = True
+            self.over.set()
             self._fail(job, Refusal(ErrorKind.ENGINE, str(withheld)))
         except EngineFault as fault:
             # Without the frames that it came through, which hold this session.
@@ -267,6 +275,7 @@ class Session:
             raise
         except Exception as error:  # the runner of a reply: one is not the session
             log.error("gateway_bug", session=self.key[:8], exc_info=error)
+            self.fault = EnvFault(f"the gateway failed: {describe(error)}", retryable=True)
             self._fail(job, Refusal(ErrorKind.INTERNAL, f"the gateway failed: {describe(error)}"))
         finally:
             job.task = None
@@ -433,7 +442,7 @@ class Session:
         samples[0].metadata["agent"] = self.stats
         if self._divergences:
             samples[0].metadata["divergences"] = self._divergences
-        if self._withheld:
+        if self.over.is_set():
             for sample in samples:
                 sample.finish(StopReason.ABORT_WEIGHTS, STATUS_OF[StopReason.ABORT_WEIGHTS])
         return samples if is_list else samples[0]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from rollstream.errors import EngineFault, RolloutFault, StopReason
+from rollstream.errors import EngineFault, EnvFault, RolloutFault, StopReason
 from rollstream.group import Trajectory
 
 from ..bounded import AGENT_THREADS, Exited, LeakedCancel, Overdue, run_bounded
@@ -30,6 +30,8 @@ from .agent_time import record_gaps
 
 ABORT_S = 5.0
 """How long `abort` may take."""
+MAX_SAID, KIND_CHARS = 100, 80
+"""Kinds of failures that are logged, and how much of an error tells a kind."""
 Rules = TypeVar("Rules", contravariant=True)
 log = structlog.get_logger("worker")
 
@@ -43,7 +45,7 @@ class Session(Protocol):
         ...
 
     @property
-    def fault(self) -> EngineFault | None:
+    def fault(self) -> EngineFault | EnvFault | None:
         """What broke the last request, where that was no doing of the agent's."""
         ...
 
@@ -109,12 +111,21 @@ class Agents:
         """
         self._sessions, self._address = sessions, address
         self._aborts: set[asyncio.Task[None]] = set()
+        self._said: set[str] = set()
 
     def generate(self, agent: AgentFunction, rules: Any, limits: AgentLimits) -> GenerateFunction:
         """Return the generate function that runs `agent`."""
 
         async def generate(given: GenerateInput) -> GenerateOutput:
-            return await self._run(given, agent, rules, limits)
+            try:
+                return await self._run(given, agent, rules, limits)
+            except (RolloutFault, MemoryError):
+                raise
+            except Exception as error:  # what the agent raises is data by now: this is our own
+                log.error("agent_bug", agent=agent.path, exc_info=error)
+                raise EnvFault(
+                    f"running the agent failed: {describe(error)}", retryable=True
+                ) from error
 
         return generate
 
@@ -149,6 +160,8 @@ class Agents:
         if session.fault is not None and ended_by is not StopReason.ABORT_WEIGHTS:
             raise session.fault
         outcome = _outcome(running) if has_ended else _overdue(spent_s)
+        if outcome.error:
+            self._say(agent, given, outcome)
         trajectory = await session.collect()
         if not given.evaluation:  # which records no spans
             first = trajectory[0] if isinstance(trajectory, list) else trajectory
@@ -179,6 +192,21 @@ class Agents:
             base_url=base_url,
             instance_id=self._address.instance_id,
             max_seq_len=limits.max_seq_len,
+        )
+
+    def _say(self, agent: AgentFunction, given: GenerateInput, outcome: Outcome) -> None:
+        """Log an agent that broke, each kind of it once: all members may break alike."""
+        kind = f"{agent.path} {outcome.error[:KIND_CHARS]}"
+        if kind in self._said or len(self._said) >= MAX_SAID:
+            return
+        self._said.add(kind)
+        log.warning(
+            "agent_failed",
+            agent=agent.path,
+            group=given.sample.group_index,
+            member=given.sample.member,
+            reason=outcome.reason,
+            error=outcome.error,
         )
 
     # --- abort -----------------------------------------------------------------------------------
