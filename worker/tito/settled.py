@@ -246,8 +246,9 @@ class Marked:
                 self._thoughts.end_part()
                 self._in_block = False
             return  # another opener in a block is no text of it
+        left = self._decoding.end()  # also of what is held: the block is decoded by itself
         if not self._is_held:
-            said.append((CONTENT, self._content.add(self._guard.add(self._decoding.end()))))
+            said.append((CONTENT, self._content.add(self._guard.add(left))))
             said.append((CONTENT, self._content.add(self._guard.end())))
             self._content.end_part()
         self._in_block = True

@@ -193,6 +193,19 @@ def test_text_is_certain_up_to_the_first_token_that_may_begin_a_call() -> None:
     ], "what is only spelled begins no call where markers are tokens"  # fmt: skip
 
 
+def test_half_a_character_of_what_is_held_is_no_part_of_the_reasoning_behind_it() -> None:
+    """Calls that are only spelled shut the guard in the middle of a piece."""
+    reader = Marked(
+        TOY,
+        [2],
+        Reasoning(TOY, ("<think>", "</think>"), [2]),
+        openings=Openings(texts=("<tool",)),
+    )
+    emoji = [1000 + byte for byte in "🎉".encode()]
+    assert reader.feed([*TOY.encode("a<tool"), *emoji[:2]]) == [(CONTENT, "a")]
+    assert reader.feed([*emoji[2:], 4, 30]) == [(REASONING, "hello")]
+
+
 def test_nothing_behind_a_stop_is_said() -> None:
     assert settled(["a<|im_end|>b", "c"]) == [[(CONTENT, "a")], []]
     assert settled(["<think>a<|endoftext|>", "b"]) == [[(REASONING, "a")], []]
