@@ -40,7 +40,7 @@ async def run(
     """Work on one task; the reward is whether what was handed in is the label."""
     with tempfile.TemporaryDirectory(prefix="mini-swe-") as name:
         folder = Path(name)
-        config, told = folder / "config.json", folder / "told.json"
+        config, told = folder / "config.yaml", folder / "told.json"
         config.write_text(json.dumps(_config(base_url, api_key, request_kwargs)))
         await _mini(folder, "-c", str(config), "-o", str(told), "-t", task_of(prompt))
         info = json.loads(told.read_text())["info"]
