@@ -194,7 +194,7 @@ class Chat:
     ) -> None:
         reply = await wire.until(exchange.reply())
         body = await self._written(request, reply)
-        await wire.settle()
+        await wire.drained()
         exchange.commit()
         committed()
         await wire.answer_json(200, body, headers)
@@ -223,7 +223,7 @@ class Chat:
             reply = await _of(stream, exchange.reply())
             last = streamer.end(reply)
             await stream.send(())
-            await wire.settle()
+            await wire.drained()
             exchange.commit()
             committed()
             await stream.end(last)

@@ -110,17 +110,14 @@ class Wire:
             raise
         return task.result()
 
-    async def settle(self) -> None:
-        """Let the client take what was sent, and let its leaving be seen if it has happened.
+    async def drained(self) -> None:
+        """Return once the client took most of what was sent.
 
         Raises:
-            ClientLeft: it did, or takes nothing.
+            ClientLeft: it left, or takes nothing.
         """
         async with self._bounded():
             await self._connection.drain()
-        # The loop reads its sockets between two turns; what they say is known one turn later.
-        for _ in range(2):
-            await asyncio.sleep(0)
         if self.is_gone:
             raise ClientLeft
 
