@@ -421,9 +421,11 @@ class GatewayTable(Table):
     """When a message that comes back is the one that is known: `rendered`, `strict`,
     `loose_tool_call`, `role_content_only`, or a function of yours."""
     agent_timeout_s: float | None = Field(None, gt=0)
-    """How long one agent may run; none is `worker.sample_timeout_s`."""
+    """How long one agent may run, pauses not counted; none is `worker.sample_timeout_s`, which also
+    bounds it."""
     max_turns: int = Field(1024, ge=1, le=1024)
-    """Calls of one line of an agent."""
+    """Calls of one line of an agent; fewer where `max_turns` of its environment (or
+    `worker.max_turns`) is given and is less."""
     max_in_flight: int = Field(32, ge=1)
     """Requests of one agent at once; more are told to try again."""
     max_body_bytes: int = Field(8 << 20, ge=1024)
