@@ -191,10 +191,17 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     raw: str = ""
-    """The text of the call block as decoded from its ids."""
+    """The text of the call block as decoded from its ids, mostly without its markers."""
     problem: ProblemKind | None = None
     problem_text: str = ""
     """For the model: what was wrong and what is expected."""
+    written: str = ""
+    """The block with its markers, where they are known; see `as_written`."""
+
+    @property
+    def as_written(self) -> str:
+        """The block as the model wrote it, for where it is text and no call."""
+        return self.written or self.raw
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ be executed is content, so no client ever runs it.
 
     a good call          an entry of `tool_calls`, its arguments JSON encoded once, without spaces
     a malformed one      content, as the model wrote it, behind the rest of the content
+    arguments too deep   the same: no template could show them again
     beyond `max_calls`   the same
     no tools offered,    all calls are content
       `tool_choice: none`
@@ -19,6 +20,7 @@ from typing import Any
 from rollstream.sample import Message
 
 from ..tito.deltas import arguments_text
+from ..tito.messages import MAX_DEPTH
 from ..types import AssistantMessage, Finish, ToolCall
 from .types import CallRule, ChatRequest
 
@@ -49,10 +51,11 @@ def reply_message(
     calls: list[dict[str, Any]] = []
     texts = [parsed.content] if parsed.content else []
     for call in parsed.tool_calls:
-        if call.problem is None and (most is None or len(calls) < most):
+        is_within = most is None or len(calls) < most
+        if call.problem is None and is_within and _is_shallow(call.arguments):
             calls.append(_entry(call))
-        elif call.raw:
-            texts.append(call.raw)
+        elif call.as_written:
+            texts.append(call.as_written)
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning
@@ -71,3 +74,11 @@ def finish_word(finish: Finish, message: Message) -> str:
 def _entry(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": arguments_text(call)}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _is_shallow(value: Any, depth: int = 0) -> bool:
+    if depth > MAX_DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(_is_shallow(item, depth + 1) for item in value.values())
+    return not isinstance(value, list) or all(_is_shallow(item, depth + 1) for item in value)

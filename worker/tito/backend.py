@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -29,6 +31,7 @@ from .renderer import VocabularyRenderer
 from .settled import Marked, Nothing, Openings, Settler
 from .tokenizer import Tokenizer
 
+_INVOKE = re.compile(r"<invoke .*?</invoke>", re.DOTALL)
 _TEMPLATE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
 """What the package raises for messages or replies that its authors did not think of."""
 
@@ -240,6 +243,7 @@ class RenderersBackend(VocabularyRenderer[list[dict[str, Any]]]):
                 )
                 for block in parsed.tool_calls
             ]  # fmt: skip
+            self._write_down(calls, [block.token_span for block in parsed.tool_calls], ids)
         return AssistantMessage(parsed.content, parsed.reasoning_content, calls, False)
 
     def _judged(self, found: Sequence[Any], ids: list[int]) -> list[ToolCall]:
@@ -262,8 +266,31 @@ class RenderersBackend(VocabularyRenderer[list[dict[str, Any]]]):
                     if longer.problem is not ProblemKind.INVALID_JSON:
                         call, behind = longer, later + 1
                         break
+            call.written = self._written(ids, (start, behind), call.raw)
             calls.append(call)
         return calls
+
+    def _write_down(
+        self, calls: list[ToolCall], spans: list[tuple[int, int] | None], ids: list[int]
+    ) -> None:
+        """Say of each call what the model wrote, where its place is known."""
+        shared = Counter(spans)
+        sections: dict[tuple[int, int] | None, list[str]] = {}
+        for call, span in zip(calls, spans, strict=True):
+            if shared[span] == 1:
+                call.written = self._written(ids, span, call.raw)
+                continue
+            # A section with several calls is the raw text of each of them.
+            if span not in sections:
+                parts = _INVOKE.findall(call.raw)
+                sections[span] = parts[::-1] if len(parts) == shared[span] else []
+            if sections[span]:
+                call.written = sections[span].pop()
+
+    def _written(self, ids: list[int], span: tuple[int, int] | None, raw: str) -> str:
+        """Return the text of a block with its markers; "" where its place is not known."""
+        text = "" if span is None else self.decode(as_ids(ids[span[0] : span[1]]))
+        return text if raw in text else ""
 
     def _normal(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         return normalize_messages(messages, self.tokenizer, self._markup)

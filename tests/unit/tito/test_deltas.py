@@ -211,5 +211,5 @@ def test_a_stream_and_the_ids_of_the_same_text_give_the_same_calls(ids: list[int
     deltas, parsed = streamed([number] for number in ids)
     good = [call for call in parsed.tool_calls if call.problem is None]
     assert gathered(deltas) == [GatheredCall(c.id, c.name, arguments_text(c)) for c in good]
-    broken = [call.raw for call in parsed.tool_calls if call.problem is not None and call.raw]
+    broken = [call.as_written for call in parsed.tool_calls if call.problem is not None]
     assert content_of(deltas) == "\n".join([*([parsed.content] if parsed.content else []), *broken])

@@ -12,6 +12,7 @@ text that only looks like one is text; others are looked for in the text of the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,6 +166,11 @@ class ReplyParser:
             )
             for block in found
         ]  # fmt: skip
+        spans = Counter(block.token_span for block in found)
+        for call, block in zip(calls, found, strict=True):
+            if block.token_span is not None and spans[block.token_span] == 1:
+                text = self._decode(ids[slice(*block.token_span)])
+                call.written = text if call.raw in text else ""
         return self._decode(content), calls
 
     def _id_calls(self, ids: list[int], opener: int, closer: int) -> tuple[str, list[ToolCall]]:
@@ -178,6 +184,7 @@ class ReplyParser:
                 return self._decode(ids[start:end])
 
             call, end = _first_that_reads(between, ends)
+            call.written = self._decode(ids[place : len(ids) if end is None else end + 1])
             calls.append(call)
             place = len(ids) if end is None else _index(ids, opener, end + 1)
         return self._decode(ids[:first]), calls
@@ -209,6 +216,7 @@ def _text_calls(text: str) -> tuple[str, list[ToolCall]]:
             return text[start:end]
 
         call, end = _first_that_reads(between, ends)
+        call.written = text[place : None if end is None else end + len(closer)]
         calls.append(call)
         place = -1 if end is None else text.find(opener, end + len(closer))
     return text if first < 0 else text[:first], calls
