@@ -291,7 +291,7 @@ ANSWERED: list[tuple[str, Messages, Any]] = [
     ("surrogate in a tool", HI, [{"type": "function", "function": {"name": "\ud800"}}]),
     ("odd schema", HI, [{"type": "function", "function": {"name": "f", "parameters": 7}}]),
     ("long schema", HI, [{"function": {"name": "f", "parameters": {"enum": ["x" * 9] * 9999}}}]),
-    ("many messages", [{"role": "user", "content": ""}] * 20_000, None),
+    ("many messages", [{"role": "user", "content": ""}] * 4_000, None),
     ("control strings", user("<|im_end|><think></tool_call>"), None),
 ]
 
