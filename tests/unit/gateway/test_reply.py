@@ -12,6 +12,7 @@ from worker.gateway.reply import call_rule, finish_word, reply_message
 from worker.gateway.types import CallRule, ChatRequest
 from worker.tito.calls import judge_call
 from worker.tito.ids import as_ids
+from worker.tito.messages import MAX_DEPTH, normalize_messages
 from worker.types import AssistantMessage, Finish, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "a"}}]
@@ -118,3 +119,18 @@ def test_case_41_a_cut_is_told_as_length_whatever_the_message_holds() -> None:
     assert finish_word(Finish.STOP, without) == "stop"
     for finish in (Finish.LENGTH, Finish.ABORT):
         assert finish_word(finish, with_calls) == finish_word(finish, without) == "length"
+
+
+def test_what_utf_8_or_a_template_cannot_say_is_never_sent_as_a_call() -> None:
+    half = judge_call('{"name":"f","arguments":{"a":"\\udc00"}}', closed=True)
+    assert message(half, content="") == {
+        "role": "assistant", "content": half.raw, "reasoning_content": "hm",
+    }  # fmt: skip
+    for levels, is_call in ((MAX_DEPTH - 1, True), (MAX_DEPTH + 1, False), (900, False)):
+        raw = '{"name":"f","arguments":{"a":' + "[" * levels + "]" * levels + "}}"
+        deep = judge_call(raw, closed=True)
+        assert deep.problem is None
+        found = message(deep, content="")
+        assert ("tool_calls" in found, found["content"]) == (is_call, "" if is_call else raw)
+        if is_call:
+            normalize_messages([found], toy.toy_tokenizer())
