@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,10 @@ class Connection(H11Protocol):
         """Take a new client; at the limit the one that was idle longest makes room."""
         others = len(self.connections)
         super().connection_made(transport)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            # asyncio does not for a listener of ours (its socket names no protocol): each event of
+            # a stream would wait 40 ms for the acknowledgement of the one before it.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
         if others >= self._max_connections and not self._make_room():
             self._answer(503, "too many connections: try again")
