@@ -378,3 +378,45 @@ async def test_tools_are_the_same_objects_for_every_session_and_few_sets_are_hel
     for place in range(2 * MAX_HELD_TOOLS):
         await prompter.first(HI, [{"type": "function", "function": {"name": f"f{place}"}}])
     assert len(prompter._held) == MAX_HELD_TOOLS
+
+
+# --- the same over Qwen3's published vocabulary --------------------------------------------------
+async def test_case_15_16_17_18_24_qwen3_renders_what_is_written_in_many_ways_alike(
+    qwen3: RenderersBackend,
+) -> None:
+    prompter = Prompter(qwen3)
+
+    async def text_of(*messages: dict[str, Any]) -> str:
+        return qwen3.decode(array(await ids_of(prompter, list(messages), [TOOL])))
+
+    asked, end = HI[0], result("ok")
+    wanted = await text_of(asked, turn(call('{"a": 3}')), end)
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>' in wanted
+    absent = {key: value for key, value in turn(call({"a": 3})).items() if key != "content"}
+    for same in (turn(call({"a": 3})), turn(call({"a": 3}), content=None), absent):
+        assert await text_of(asked, same, end) == wanted
+    for odd in ("null", "[1,2]", '"x"', "{bad", "[" * 3000):
+        assert odd in (await text_of(asked, turn(call(odd)), end)).replace('\\"', '"')
+    assert "null" not in await text_of(asked, turn(call(...)), end)
+    plain = {"role": "assistant", "content": "hello"}
+    assert await text_of(asked, plain, *NO) == await text_of(asked, plain | {"tool_calls": []}, *NO)
+    kind = {"role": "developer", "content": "be kind"}
+    assert await text_of(kind, asked) == await text_of(kind | {"role": "system"}, asked)
+    late = await text_of(asked, kind)
+    assert late.endswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_case_18_19_49_qwen3_appends_results_in_order_and_what_else_follows(
+    qwen3: RenderersBackend,
+) -> None:
+    prompter = Prompter(qwen3)
+    window = (await prompter.first(HI, [TOOL])).ids
+    reply = turn(call(id="c_w", name="weather"), call(id="c_t", name="time"))
+    new = [result("14:05", "c_t"), result("22C", "c_w"), *NO, {"role": "developer", "content": "B"}]
+    end = array(qwen3.stop_token_ids[:1])
+    ids = await prompter.append(window, end, new, [TOOL], reply=reply)
+    assert qwen3.decode(ids) == (
+        "\n<|im_start|>user\n<tool_response>\n22C\n</tool_response>\n<tool_response>\n14:05\n"
+        "</tool_response><|im_end|>\n<|im_start|>user\nno<|im_end|>\n"
+        "<|im_start|>system\nB<|im_end|>\n<|im_start|>assistant\n"
+    )
