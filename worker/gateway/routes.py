@@ -23,6 +23,7 @@ from starlette.routing import Route, Router
 
 from ..bounded import in_thread
 from .bodies import Bodies
+from .dialects.unknown import UnknownFields
 from .limits import ClientLeft, HttpLimits, HttpRefusal, generic_error
 from .sse import EventStream
 from .types import ChatReply, ChatRequest, Delta, Dialect, ErrorKind, Exchange, Refusal
@@ -162,6 +163,7 @@ class Chat:
 
     def __init__(self, served: Served, dialect: Dialect) -> None:
         self._served, self._dialect = served, dialect
+        self._unknown = UnknownFields(dialect.name)
 
     async def __call__(self, wire: Wire, params: dict[str, str]) -> None:
         """Serve one request.
@@ -175,6 +177,7 @@ class Chat:
         async with served.bodies.reading(wire.scope, wire.receive, wire.headers) as body:
             request = await served.bodies.parse(body, lambda b: dialect.parse(b, wire.headers))
             del body
+        self._unknown.tell(request.ignored)
         async with wire.watching():
             exchange = await wire.until(session.begin(request), undo=_leave)
             headers = _pinned(request)

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from structlog.testing import capture_logs
 
 from rollstream.sample import Message, Sample, TokenIds
 from tests.integration.gateway.toys import Says, Toy, call_text, said, spans_of, toy_gateway, until
@@ -350,10 +351,15 @@ async def test_case_135_a_call_under_way_is_stopped_and_its_client_told() -> Non
 
 
 async def test_case_136_unknown_fields_are_ignored_and_structural_ones_refused() -> None:
-    async with toy_gateway(A1, A1) as toy:
+    async with toy_gateway(A1, A1, A1, A1) as toy:
         body = {"foo": 1, "metadata": {}, "chat_template_kwargs": {}}
         await toy.chat(tools=TOOLS, extra_body=body)
         assert toy.engine.prompts == [P0]
+        with capture_logs() as logs:
+            for number in range(3):
+                await toy.chat(NO, extra_body={"foo": number, "bar": 1})
+        told = [entry for entry in logs if entry["event"] == "request_fields_ignored"]
+        assert [entry["fields"] for entry in told] == [["bar"]]  # `foo` was told of before
         for name, value in (
             ("input_ids", [1, 2]),
             ("prompt_token_ids", [1]),
