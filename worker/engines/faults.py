@@ -138,12 +138,19 @@ class Seen:
 
 REPLIES: dict[str, Seen] = {
     # malformed
-    "not_json": Seen("no JSON, or JSON of another shape", Detail.BAD_REPLY),
-    "error_200": Seen("HTTP 200 with an error in place of a reply", Detail.BAD_REPLY),
+    "not_json": Seen(
+        "no JSON, or JSON of another shape; in a stream, a line that is none of an event",
+        Detail.BAD_REPLY,
+    ),
+    "error_200": Seen(
+        "HTTP 200 with an error in place of a reply; in a stream, an error without a status code",
+        Detail.BAD_REPLY,
+    ),
     "too_large": Seen("a body beyond the largest reply that there can be", Detail.BAD_REPLY),
     "logprob_nan": Seen("NaN or Infinity, which are no JSON", Detail.BAD_REPLY),
     # partial
     "half_body": Seen("the body ends before its announced length", Detail.RESET),
+    "stream_cut": Seen("a stream that ends before its `[DONE]`", Detail.RESET),
     "reset": Seen("the connection is closed in place of a reply", Detail.RESET),
     "hang": Seen("nothing within the call's time", Detail.TIMEOUT),
     "abort_late": Seen("an abort that this client asked for, its time being up", Detail.TIMEOUT),
@@ -162,6 +169,10 @@ REPLIES: dict[str, Seen] = {
     "unnamed_ids": Seen("log-probs that do not say of which ids they are", Detail.ID_MISMATCH),
     "other_rid": Seen("the reply to another request", Detail.BAD_REPLY),
     "prompt_cut": Seen("another number of prompt tokens than was sent", Detail.PROMPT_MISMATCH),
+    "stream_changes": Seen(
+        "a stream whose ids shrink or change from one event to the next", Detail.BAD_REPLY
+    ),
+    "stream_goes_on": Seen("an event behind the last one of a reply", Detail.BAD_REPLY),
     "choices": Seen("no choice, or several, where one was asked for", Detail.BAD_REPLY),
     "spans_gap": Seen("version spans with a gap", Detail.BAD_REPLY),
     "spans_overlap": Seen("version spans that overlap", Detail.BAD_REPLY),

@@ -134,7 +134,7 @@ def test_events_are_the_same_wherever_bytes_are_cut(size: int, end: bytes) -> No
 @pytest.mark.parametrize("line", [b"<html>", b"{}", b'data {"a": 1}', b"\x00\xff", b"dat: x"])
 def test_a_line_that_is_none_of_an_event_is_a_bad_reply(line: bytes) -> None:
     with pytest.raises(EngineFault) as caught:
-        Events(ENGINE).feed(b"data: one\n" + line + b"\n")
+        list(Events(ENGINE).feed(b"data: one\n" + line + b"\n"))
     assert caught.value.detail == Detail.BAD_REPLY
 
 
@@ -149,7 +149,7 @@ def test_feeding_a_long_event_in_small_pieces_looks_at_each_byte_once() -> None:
     reader = Events(ENGINE)
     reader._buffer = Counted()
     for _ in range(1000):
-        assert reader.feed(b"x" * 100) == []
+        assert list(reader.feed(b"x" * 100)) == []
     assert Counted.looked == 100_000
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -58,22 +58,21 @@ class Events:
         """Return how many bytes of an event are there whose end is not."""
         return len(self._buffer) + sum(map(len, self._data))
 
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the data of the events that end here.
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the data of the events that end here.
 
         Raises:
-            EngineFault: a line that is none of an event.
+            EngineFault: a line that is none of an event, behind the events before it.
         """
-        buffer, found, start = self._buffer, [], 0
+        buffer, start = self._buffer, 0
         buffer += chunk
         while (end := buffer.find(b"\n", max(start, self._seen))) >= 0:
             line = bytes(memoryview(buffer)[start:end])
             start = self._seen = end + 1
             if (data := self._line(line.removesuffix(b"\r"))) is not None:
-                found.append(data)
+                yield data
         del buffer[:start]
         self._seen = len(buffer)
-        return found
 
     def _line(self, line: bytes) -> bytes | None:
         """Take a line, and return the data of the event that it ends."""
@@ -157,17 +156,16 @@ class StreamedReply:
         self.is_open = True
         async for chunk in body:
             num_bytes += len(chunk)
-            events = self._events.feed(chunk)
-            if max(self._events.num_waiting, num_bytes // STREAM_FACTOR) > self._max_bytes:
-                raise fault(
-                    Detail.BAD_REPLY, f"{engine}: {num_bytes} bytes of a stream are no reply"
-                )
-            for data in events:
+            for data in self._events.feed(chunk):
                 if data.strip() == _DONE:
                     self.is_open = False
                     await _drain(body)
                     return self._joiner.joined()
                 self._take(data)
+            if max(self._events.num_waiting, num_bytes // STREAM_FACTOR) > self._max_bytes:
+                raise fault(
+                    Detail.BAD_REPLY, f"{engine}: {num_bytes} bytes of a stream are no reply"
+                )
         raise fault(Detail.RESET, f"{engine}: the stream ended before its [DONE]")
 
     def _take(self, data: bytes) -> None:
