@@ -2,8 +2,8 @@
 
 Owns budgets, seeds, the salt and the deadline of calls, and their spans. Never renders or parses,
 knows no client. Invariant: a call is made only with room for at least one token; what an engine
-answered is in the context whatever happens next; every call has a seed of its own, the same for the
-same order of calls.
+answered is in the context whatever happens next; every reply has a seed of its own, the same for
+the same order of requests, and all of its calls have that one.
 
 Axes: C sampled tokens of one reply.
 """
@@ -129,6 +129,7 @@ class Caller:
             Withheld: no call may be made, or one was stopped, and none follows.
         """
         sampling = self._sampling(most)
+        # One seed for a reply, as for a turn: a call that was stopped goes on under its own.
         number, idle = -1, 0
         cached: int | None = None
         while True:
@@ -137,7 +138,7 @@ class Caller:
                 if not context.answers:
                     raise NoRoom(room.bound, context.num_tokens)
                 return self._ended(context, room.bound, cached)
-            if number < 0:  # one that came to nothing lends its seed to the next
+            if number < 0:
                 number, self._num_begun = self._num_begun, self._num_begun + 1
             try:
                 completion = await self._call(context, sampling, room, number, live)
@@ -152,7 +153,7 @@ class Caller:
                 idle += 1
                 await self._wait(idle)
                 continue
-            number, idle = -1, 0
+            idle = 0
             cached = completion.cache.cached_tokens if cached is None else cached
             if completion.finish is not Finish.ABORT:
                 return self._ended(context, cut_by(completion, room, self._closing), cached)
