@@ -16,7 +16,9 @@ import pytest
 from rollstream import rescore
 from tests.builders import a_sample
 from tests.scripted_engine import a_reply, a_vllm_completion, a_vllm_reply
-from worker.engines.protocol import reply, vllm_reply
+from tests.streams import events_of
+from worker.engines.protocol import reply, stream, streams, vllm_reply, vllm_stream
+from worker.engines.protocol.checks import VersionSpan
 from worker.engines.protocol.replay import Asked, ReplayFields, ReplayShape, RowShape
 from worker.engines.protocol.request import RequestWriter, body_bytes
 from worker.engines.protocol.vllm_request import PATHS, Route, VllmWriter
@@ -70,15 +72,19 @@ def names_of(*structs: type[msgspec.Struct]) -> set[str]:
     return {name for struct in structs for name in struct.__struct_fields__}
 
 
-def sglang_body(sampling: Sampling) -> dict[str, Any]:
+def sglang_body(sampling: Sampling, interval: int = 0) -> dict[str, Any]:
     writer = RequestWriter(lora_path="adapter")
-    head = writer.head(sampling, rid="a" * 32, routing_key="g", salt=3, replay=ASKED)
+    head = writer.head(
+        sampling, rid="a" * 32, routing_key="g", salt=3, replay=ASKED, interval=interval
+    )
     body: dict[str, Any] = json.loads(body_bytes(head, PROMPT))
     return body
 
 
-def vllm_body(route: Route, sampling: Sampling) -> dict[str, Any]:
-    head = VllmWriter(route, model="m").head(sampling, rid="a" * 32, salt=3, replay=ASKED)
+def vllm_body(route: Route, sampling: Sampling, interval: int = 0) -> dict[str, Any]:
+    head = VllmWriter(route, model="m").head(
+        sampling, rid="a" * 32, salt=3, replay=ASKED, interval=interval
+    )
     body: dict[str, Any] = json.loads(body_bytes(head, PROMPT))
     return body
 
@@ -120,7 +126,7 @@ def test_every_field_that_is_read_of_sglangs_reply_is_one_of_its_own() -> None:
     meta = set(known("sglang", "api_types.GenerateMetaInfo"))
     assert names_of(reply._Meta, ReplayFields) - meta == OLDER | IN_META
     assert names_of(reply._Reply) <= set(known("sglang", "api_types.GenerateResponse"))
-    assert names_of(reply._Span) == set(known("sglang", "api_types.WeightVersionSpan"))
+    assert names_of(VersionSpan) == set(known("sglang", "api_types.WeightVersionSpan"))
     ends = known(
         "sglang", "api_types.FinishStop", "api_types.FinishLength", "api_types.FinishAbort"
     )
@@ -187,7 +193,7 @@ def test_every_field_that_is_read_of_vllms_replies_is_one_of_its_own() -> None:
     assert names_of(vllm_reply._LogProbs) <= set(log_probs)
     entry = set(known("vllm", "GenerateLogProbsContent"))
     assert names_of(vllm_reply._Entry) - entry == {"token"}, "of older servers"
-    assert names_of(vllm_reply._Span) == set(known("vllm", "WeightVersionSpan"))
+    assert names_of(VersionSpan) == set(known("vllm", "WeightVersionSpan"))
     assert names_of(vllm_reply._Usage) <= set(known("vllm", "UsageInfo"))
     assert names_of(vllm_reply._PromptDetails) <= set(known("vllm", "PromptTokenUsageInfo"))
     assert names_of(vllm_reply._Metrics) <= set(known("vllm", "PerRequestMetrics"))
@@ -208,6 +214,72 @@ def test_scripted_replies_of_vllm_have_fields_of_vllms_alone() -> None:
     text = json.loads(a_vllm_completion())
     assert set(text) <= set(known("vllm", "CompletionResponse"))
     assert set(text["choices"][0]) <= set(known("vllm", "CompletionResponseChoice"))
+
+
+# --- streams -------------------------------------------------------------------------------------
+def test_every_key_of_a_request_for_a_stream_is_one_of_the_servers() -> None:
+    body = sglang_body(EVERYTHING, 16)
+    assert (body["stream"], body["sampling_params"]["stream_interval"]) == (True, 16)
+    assert set(body) <= set(known("sglang", "io_struct.GenerateReqInput"))
+    assert set(body["sampling_params"]) <= set(known("sglang", "api_types.SamplingParams"))
+    body = vllm_body(Route.GENERATE, EVERYTHING, 16)
+    assert (body["stream"], body["sampling_params"]["stream_interval"]) == (True, 16)
+    assert set(body) <= set(known("vllm", "GenerateRequest"))
+    assert set(body["sampling_params"]) <= set(known("vllm", "SamplingParams"))
+    flat = vllm_body(Route.COMPLETIONS, EVERYTHING, 16)
+    assert (flat["stream"], flat["stream_interval"]) == (True, 16)
+    assert set(flat) <= set(known("vllm", "CompletionRequest"))
+    options = known("vllm", "StreamOptions")
+    assert (set(body["stream_options"]), options["include_usage"]) == ({"include_usage"}, "False")
+    assert set(flat["stream_options"]) <= set(options)
+
+
+def test_every_field_that_is_read_of_an_event_is_one_of_the_servers() -> None:
+    # SGLang's events are its replies; an error of theirs has no class there.
+    assert names_of(stream._Event) - set(known("sglang", "api_types.GenerateResponse")) == {"error"}
+    meta = set(known("sglang", "api_types.GenerateMetaInfo"))
+    assert names_of(stream._Meta, stream._MetaLogProbs) <= meta
+    tokens = set(known("vllm", "GenerateTokensStreamResponse"))
+    text = set(known("vllm", "CompletionStreamResponse"))
+    assert names_of(vllm_stream._Event) - tokens - text == {"error"}
+    assert names_of(vllm_stream._Event) - {"error", "id"} <= tokens
+    choices = known("vllm", "GenerateTokensStreamChoice", "CompletionResponseStreamChoice")
+    assert names_of(vllm_stream._Choice) <= set(choices)
+    log_probs = known("vllm", "GenerateLogProbs", "CompletionLogProbs")
+    assert names_of(vllm_stream._LogProbs) <= set(log_probs)
+    assert set(known("vllm", "ErrorResponse")) == {"error"}
+    assert names_of(streams._Error) <= set(known("vllm", "ErrorInfo"))
+
+
+def test_what_a_joined_reply_is_read_for_comes_in_the_events_of_it() -> None:
+    """But for the experts in streams of completions, for which that route is not streamed."""
+    choice = names_of(vllm_reply._Choice)
+    tokens, text = known("vllm", "GenerateTokensStreamChoice"), known(
+        "vllm", "CompletionResponseStreamChoice"
+    )  # fmt: skip
+    assert choice - set(tokens) == {"prompt_token_ids"}, "of the event itself there"
+    assert choice - set(text) == {"routed_experts"}
+    read = names_of(vllm_reply._Reply) - {"id", "request_id"}
+    assert read <= set(known("vllm", "GenerateTokensStreamResponse"))
+    assert read - set(known("vllm", "CompletionStreamResponse")) == {"prompt_token_ids"}
+
+
+def test_scripted_events_have_fields_of_the_servers_alone() -> None:
+    for event in events_of("sglang", a_reply(prompt_tokens=7, id="x"), [1, 3]):
+        assert set(event) <= set(known("sglang", "api_types.GenerateResponse"))
+        assert set(event["meta_info"]) <= set(known("sglang", "api_types.GenerateMetaInfo"))
+    for raw, reply_class, choice_class in (
+        (
+            a_vllm_reply(prompt_tokens=7),
+            "GenerateTokensStreamResponse",
+            "GenerateTokensStreamChoice",
+        ),
+        (a_vllm_completion(), "CompletionStreamResponse", "CompletionResponseStreamChoice"),
+    ):
+        for event in events_of("vllm", raw, [1, 3]):
+            assert set(event) <= set(known("vllm", reply_class))
+            for choice in event["choices"]:
+                assert set(choice) <= set(known("vllm", choice_class))
 
 
 # --- what stands in for them ---------------------------------------------------------------------

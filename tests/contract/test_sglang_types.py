@@ -22,6 +22,7 @@ import pytest
 from rollstream import rescore
 from tests.builders import a_sample
 from tests.scripted_engine import a_reply
+from tests.sim_server import sim_server
 from tests.vocabulary_once import tokenizer_of
 from worker.engines.protocol.replay import Asked, ReplayShape, RowShape
 from worker.engines.protocol.request import RequestWriter, body_bytes
@@ -113,6 +114,33 @@ def test_our_request_is_one_that_sglang_takes_and_says_what_we_mean(
         assert (params.stop, params.stop_token_ids) == (["</s>", "\n\n"], [2])
         penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
         assert penalties == (0.1, 0.1, 1.1)
+
+
+def test_our_request_for_a_stream_is_one_that_sglang_takes(sglang: ModuleType) -> None:
+    head = RequestWriter().head(Sampling(), rid="a" * 32, routing_key="g1", salt=3, interval=16)
+    body = json.loads(body_bytes(head, RequestIds([b"1,2", b"3"], 3)))
+    read = sglang.GenerateRequest.from_json_value(body)
+    assert (read.stream, read.sampling_params.stream_interval) == (True, 16)
+    assert set(body) == set(a_request(Sampling()))
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_simulated_events_pass_sglangs_own_types(
+    sglang: ModuleType, vocabulary: Path, incremental: bool
+) -> None:
+    policy = Policy(tokenizer_of(str(vocabulary)), {})
+    async with sim_server(policy, incremental=incremental, version="3") as sim:
+        body = a_request(Sampling(max_new_tokens=9)) | {"stream": True}
+        answer = await sim.post("/generate", body)
+    events = answer.text.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
+    assert len(events) == 9
+    for number, event in enumerate(events, 1):
+        plain = json.loads(event.removeprefix("data: "))
+        read = sglang.GenerateResponse.from_json_value(plain)
+        assert read.meta_info.completion_tokens == number
+        assert len(read.output_ids) == (1 if incremental else number)
+        assert (read.meta_info.finish_reason is not None) == (number == 9)
+        assert len(read.meta_info.output_token_logprobs) == len(read.output_ids)
 
 
 def test_request_keys_that_the_types_do_not_name_are_ignored_by_sglang_not_refused(
