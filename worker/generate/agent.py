@@ -156,10 +156,12 @@ class Agents:
                 running.exception()  # looked at, also where we are being cancelled
             await session.close()
         spent_s = time.monotonic() - start_mono_s
-        ended_by = session.ended_by
-        if session.fault is not None and ended_by is not StopReason.ABORT_WEIGHTS:
+        if session.fault is not None and not session.over.is_set():
             raise session.fault
-        outcome = _outcome(running) if has_ended else _overdue(spent_s)
+        if session.over.is_set():
+            outcome = Outcome()  # whatever the agent made of it
+        else:
+            outcome = _outcome(running) if has_ended else _overdue(spent_s)
         if outcome.error:
             self._say(agent, given, outcome)
         trajectory = await session.collect()
@@ -167,7 +169,7 @@ class Agents:
             first = trajectory[0] if isinstance(trajectory, list) else trajectory
             first.non_generation_time += record_gaps(given.spans, start_unix_s, spent_s)
         return GenerateOutput(
-            write(trajectory, outcome, row=given.sample.metadata, ended_by=ended_by)
+            write(trajectory, outcome, row=given.sample.metadata, ended_by=session.ended_by)
         )
 
     def _start(

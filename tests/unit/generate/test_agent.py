@@ -266,7 +266,9 @@ async def test_what_an_update_stopped_begins_anew_whatever_the_agent_made_of_it(
     qwen3: Any, how: str
 ) -> None:
     fault = EngineFault("an earlier one", retryable=True)
-    stage = Stage(calls=1, ended_by=StopReason.ABORT_WEIGHTS, fault=fault)
+    over = asyncio.Event()
+    over.set()
+    stage = Stage(calls=1, ended_by=StopReason.ABORT_WEIGHTS, fault=fault, over=over)
 
     async def agent(**_: Any) -> Any:
         if how == "raises":
@@ -279,6 +281,7 @@ async def test_what_an_update_stopped_begins_anew_whatever_the_agent_made_of_it(
 
     assert sample.stop_reason is StopReason.ABORT_WEIGHTS
     assert sample.status is Status.ABORTED
+    assert "error" not in sample.metadata
 
 
 async def test_an_agent_whose_sample_begins_anew_is_stopped_at_once(qwen3: Any) -> None:
