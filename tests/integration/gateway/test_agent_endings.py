@@ -175,16 +175,18 @@ async def test_a_bug_of_ours_is_no_agent_s_fault(qwen3: Any) -> None:
 
 async def test_an_agent_that_is_late_loses_the_call_that_was_under_way(qwen3: Any) -> None:
     (one,), (two,) = text(qwen3, "8"), text(qwen3, "It is eight, I am sure of it.")
-    held = Held(two)
 
     async def agent(base_url: str, **_: Any) -> None:
         messages: list[Any] = list(HELLO)
         await go_on(base_url, messages)
         await chat(base_url, messages)
 
-    async with gateway_stage(qwen3, one, held) as stage:
-        played = await play(stage, agent, within=AgentLimits(0.3))
-        assert stage.engine.cancelled == 1
+    for seconds in (0.3, 3.0, 30.0):  # a busy machine may need more until the second call
+        async with gateway_stage(qwen3, one, Held(two)) as stage:
+            played = await play(stage, agent, within=AgentLimits(seconds))
+            if len(stage.asked) == 2:
+                break
+    assert stage.engine.cancelled == 1
 
     sample = played.only
     assert (sample.status, sample.stop_reason) == (Status.ABORTED, StopReason.DEADLINE)

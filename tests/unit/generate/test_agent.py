@@ -346,7 +346,7 @@ async def test_an_agent_beyond_its_time_is_stopped_and_what_was_generated_is_kep
             raise
 
     sample = await ended(
-        stage, agent, an_input(qwen3), limits=AgentLimits(0.01), agents=agents, abort=aborts
+        stage, agent, an_input(qwen3), limits=AgentLimits(0.2), agents=agents, abort=aborts
     )
     await agents.aclose()
 
@@ -373,12 +373,12 @@ async def test_a_pause_moves_the_agent_s_time_with_the_sample_s(qwen3: Any) -> N
 
     async def agent(**_: Any) -> dict[str, Any]:
         given.deadline += 3600  # as a pause does; the agent's own time would be over long ago
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
         await go.wait()
         return {"done": True}
 
-    running = asyncio.create_task(ended(stage, agent, given, limits=AgentLimits(0.02)))
-    await asyncio.sleep(0.1)
+    running = asyncio.create_task(ended(stage, agent, given, limits=AgentLimits(0.25)))
+    await asyncio.sleep(0.4)
     assert not running.done()
     go.set()
 
