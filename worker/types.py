@@ -213,6 +213,8 @@ class AssistantMessage:
     tool_calls: list[ToolCall]
     abnormal_end: bool = False
     """The turn did not end with the family's turn-close token."""
+    num_reasoning: int | None = 0
+    """Ids that were reasoning, its markers included; None where that cannot be told."""
 
 
 class Renderer(Protocol):

@@ -83,6 +83,7 @@ class Answers:
             num_cached=sampled.num_cached,
             created_unix_s=created_unix_s,
             stop_text=sampled.stop_text,
+            num_reasoning=parsed.num_reasoning,
         )
 
     async def pieces(self, ids: TokenIds) -> list[str]:

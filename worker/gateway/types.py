@@ -137,6 +137,8 @@ class ChatReply:
     created_unix_s: float
     stop_text: str = ""
     """The stop string that ended it, where one did."""
+    num_reasoning: int | None = None
+    """Of `ids`, those that were reasoning; None where that cannot be told."""
 
 
 class Exchange(Protocol):

@@ -207,7 +207,10 @@ class RenderersBackend(VocabularyRenderer[list[dict[str, Any]]]):
             calls += said.tool_calls
             thoughts += [] if said.reasoning is None else [said.reasoning]
         reasoning = joined(thoughts) if thoughts else None
-        return AssistantMessage(joined(contents), reasoning, calls, abnormal)
+        # Where the inner parser finds reasoning in a piece, its ids are not known.
+        is_known = len(thoughts) == (split.reasoning is not None)
+        num = len(ids) - sum(map(len, split.pieces)) if is_known else None
+        return AssistantMessage(joined(contents), reasoning, calls, abnormal, num)
 
     def settler(self, window: TokenIds) -> Settler:
         """Return what reads a reply while it is sampled, behind `window`."""

@@ -38,6 +38,7 @@ def history(call: dict[str, Any] | None = None, **turn: Any) -> list[Any]:
 async def test_case_12_13_reasoning_that_a_template_would_drop_stays_as_it_was_sampled() -> None:
     async with toy_gateway(THOUGHT, A2) as toy:
         first = await toy.chat()
+        assert first.usage.completion_tokens_details.reasoning_tokens == 3
         message = first.choices[0].message
         assert (message.content, message.reasoning_content) == ("hello", "hello")
         prompt = await prompt_of(toy, [*HI, message.model_dump(exclude_none=True), *NO])

@@ -56,6 +56,7 @@ async def test_a_chat_is_the_ids_and_log_probs_of_the_engine() -> None:
     assert reply.id.startswith("chatcmpl-")
     assert reply.model == "m"
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(P0), 3)
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 0
     assert reply.usage.prompt_tokens_details.cached_tokens == 4
     assert sample.tokens.tolist() == [*P0, *A1]
     assert sample.rollout_log_probs is not None

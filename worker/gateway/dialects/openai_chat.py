@@ -245,12 +245,14 @@ def _message(stored: Message) -> Message:
 
 def _usage(reply: ChatReply) -> dict[str, Any]:
     sampled = len(reply.ids)
+    known = {} if reply.num_reasoning is None else {"reasoning_tokens": reply.num_reasoning}
     return {
         "prompt_tokens": reply.num_prompt,
         "completion_tokens": sampled,
         "total_tokens": reply.num_prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": reply.num_cached, "audio_tokens": 0},
         "completion_tokens_details": {
+            **known,
             "audio_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,

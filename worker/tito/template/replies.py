@@ -119,7 +119,8 @@ class ReplyParser:
             if not calls:
                 contents.append(content)
             calls += found
-        return AssistantMessage(joined(contents), reasoning, calls, abnormal)
+        num_reasoning = len(ids) - sum(map(len, pieces))
+        return AssistantMessage(joined(contents), reasoning, calls, abnormal, num_reasoning)
 
     def settler(self, window: TokenIds) -> Settler:
         """Return what reads a reply while it is sampled; see `settled`."""

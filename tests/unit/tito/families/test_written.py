@@ -44,3 +44,18 @@ def test_markers_of_a_block_are_part_of_it_where_its_format_has_some() -> None:
     (call,) = toyvocab.renderer("qwen3").parse(as_ids(reply), as_ids(held), TOOLS).tool_calls
     assert call.as_written == text
     assert call.raw == '{"name": "look", "arguments": {}}'
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if SPELLINGS[name].reasons])
+def test_the_ids_of_reasoning_are_counted_or_said_to_be_unknown(name: str) -> None:
+    renderer, spelling = toyvocab.renderer(name), SPELLINGS[name]
+    for reasoning in ("Hm.", "Hm hm hm."):
+        reply = ids_of(name, spelling.turn(reasoning=reasoning, content="no", calls=[]))
+        found = renderer.parse(as_ids(reply), as_ids(opening(name)), TOOLS)
+        assert found.reasoning == reasoning
+        least = len(renderer.encode(reasoning))
+        if name in REBUILT:
+            assert found.num_reasoning is None
+        else:
+            assert found.num_reasoning is not None
+            assert least < found.num_reasoning <= least + 8
