@@ -6,6 +6,7 @@ SDK with what a dialect wrote and keeps what the SDK sent.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rollstream.sample import Message
+from tests.toy import toy_renderer
+from worker.gateway.growing import GrowingReply
 from worker.gateway.reply import finish_word, reply_message
 from worker.gateway.types import CallRule, ChatReply, ChatRequest, Delta, Event, Streamer
 from worker.tito.deltas import call_deltas
@@ -103,13 +106,14 @@ def deltas_of(message: Message, places: Sequence[int], late_content: bool) -> li
 
 def stream_events(streamer: Streamer, deltas: Iterable[Delta], reply: ChatReply) -> list[Event]:
     """Return all events of a stream, with a ping in the middle."""
-    events = list(streamer.begin())
+    events: list[Event] = []
     for place, delta in enumerate(deltas):
         ping = streamer.ping()
         if place == 1 and ping is not None:
             events.append(ping)
         events += streamer.delta(delta)
-    return events + streamer.end(reply)
+    # A server asks for the beginning only once there is something to send.
+    return [*streamer.begin(), *events, *streamer.end(reply)]
 
 
 def sse_bytes(events: Iterable[Event]) -> bytes:
@@ -120,6 +124,57 @@ def sse_bytes(events: Iterable[Event]) -> bytes:
             lines.append(f"event: {name}\n")
         lines.append(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
     return "".join(lines).encode()
+
+
+_RENDERER = toy_renderer()
+_WINDOW = _RENDERER.render([{"role": "user", "content": "hi"}], None)
+_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "\u00e9"}}\n</tool_call>'
+_PIECES = (
+    "<think>", "</think>", _CALL, "<tool_call>", "</tool_call>", "{bad}", "\n", " ", "hello",
+    "\u00e9\U0001f600", "a < b",
+)  # fmt: skip
+
+
+@st.composite
+def grown_replies(draw: st.DrawFn) -> tuple[Message, list[Delta]]:
+    """Return a reply that was parsed from ids, and its deltas as they came while it grew."""
+    written = "".join(draw(st.lists(st.sampled_from(_PIECES), max_size=8)))
+    ids = [*_RENDERER.encode_raw(written).tolist(), 2]
+    parsed = _RENDERER.parse(np.array(ids, dtype=np.int32), _WINDOW)
+    message = reply_message(parsed)
+    growing = GrowingReply(_RENDERER, _WINDOW)
+    deltas: list[Delta] = []
+    at = 0
+    while at < len(ids):
+        step = draw(st.integers(1, 6))
+        deltas += growing.feed(ids[at : at + step])
+        at += step
+    return message, deltas + growing.finish(message)
+
+
+@st.composite
+def broken_bodies(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
+    """Return a request with one place of it replaced by, or added as, something else."""
+    body: dict[str, Any] = copy.deepcopy(good)
+    at: Any = body
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        if not keys:
+            return body
+        key = draw(st.sampled_from(keys))
+        if isinstance(at[key], dict | list) and draw(st.integers(0, 3)):
+            at = at[key]
+            continue
+        if isinstance(at, dict) and draw(st.booleans()):
+            del at[key]
+        else:
+            at[key] = draw(_JSON | st.sampled_from(ODD))
+        return body
+
+
+ODD: tuple[Any, ...] = (
+    [[]], {"type": []}, {"type": {}}, [{"type": "text", "text": 1}], "auto", True, -1, [None], "",
+)  # fmt: skip
 
 
 class Wire:

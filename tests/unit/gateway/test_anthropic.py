@@ -18,7 +18,9 @@ from tests.unit.gateway.dialect_wire import (
     Wire,
     a_reply,
     a_request,
+    broken_bodies,
     deltas_of,
+    grown_replies,
     parsed_replies,
     stream_events,
 )
@@ -381,13 +383,16 @@ def test_why_a_reply_ended(reply: Any, reason: str, sequence: str | None) -> Non
 
 
 def test_a_reply_says_what_was_read_from_the_cache() -> None:
-    body = dialect.reply(a_request(), a_reply("so"))
+    body = dialect.reply(a_request(), a_reply("so", num_reasoning=4))
     assert body["usage"] == {
         "input_tokens": 8,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 32,
         "output_tokens": 7,
+        "output_tokens_details": {"thinking_tokens": 4},
     }
+    unknown = dialect.reply(a_request(), a_reply("so"))["usage"]
+    assert "output_tokens_details" not in unknown
     assert body["id"] == "msg_" + "0f" * 16
     assert body["model"] == "m"
 
@@ -484,6 +489,18 @@ def test_every_way_of_telling_a_reply_agrees_and_comes_back_as_the_stored_messag
         )
 
 
+@settings(max_examples=40, deadline=None)
+@given(grown_replies())
+def test_a_reply_that_grew_comes_back_as_the_stored_message(
+    grown: tuple[Message, list[dict[str, Any]]],
+) -> None:
+    reply = a_reply(grown[0])
+    said = streamed(reply, grown[1])
+    assert rendered(reply.message, echoed(said))
+    content = "".join(one.text for one in said.content if one.type == "text")
+    assert content == reply.message["content"]
+
+
 @pytest.mark.parametrize("kind", list(ErrorKind))
 def test_errors_are_the_sdks_exceptions(kind: ErrorKind) -> None:
     WIRE.answer(dialect.error(Refusal(kind, "what and why", param="p")), STATUS[kind])
@@ -519,6 +536,50 @@ def test_a_stream_that_breaks_raises_in_the_sdk() -> None:
         pytest.raises(anthropic.APIStatusError, match="gone"),
     ):
         stream.until_done()
+
+
+ALL_OF_IT: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 9,
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, USE],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "text", "text": "1"}],
+                    "is_error": False,
+                }
+            ],
+        },
+    ],
+    "tools": [ADD],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "output_config": {"effort": "low"},
+    "stop_sequences": ["x"],
+    "stream": True,
+}
+
+
+@settings(deadline=None)
+@given(broken_bodies(ALL_OF_IT))
+def test_whatever_a_body_holds_it_is_read_or_refused(body: dict[str, Any]) -> None:
+    assert parse(**ALL_OF_IT).stream
+    try:
+        request = dialect.parse(body, {})
+    except Refusal as refused:
+        said = (refused.kind, bool(refused.message))
+        assert said == (ErrorKind.INVALID, True)
+        return
+    assert all(isinstance(message["content"], str) for message in request.messages)
+    assert request.messages[-1]["role"] != "assistant"
 
 
 async def test_count_answers_with_the_tokens_that_the_session_counts() -> None:

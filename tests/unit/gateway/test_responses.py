@@ -16,7 +16,9 @@ from rollstream.sample import Message
 from tests.unit.gateway.dialect_wire import (
     Wire,
     a_reply,
+    broken_bodies,
     deltas_of,
+    grown_replies,
     parsed_replies,
     stream_events,
 )
@@ -164,7 +166,7 @@ def test_the_items_of_a_turn_are_one_message() -> None:
     found = messages(
         {"role": "developer", "content": "be kind"},
         HI,
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
         CALL,
         CALL | {"call_id": "c2", "arguments": None},
@@ -286,12 +288,11 @@ def test_a_response_says_again_what_was_asked_for() -> None:
         max_output_tokens=9,
         parallel_tool_calls=False,
         tool_choice="none",
-        user="u",
     )
     body = dialect.reply(request, a_reply("so"))
     assert (body["instructions"], body["tools"], body["metadata"]) == ("i", [ADD], {"k": "v"})
     assert (body["max_output_tokens"], body["parallel_tool_calls"]) == (9, False)
-    assert (body["tool_choice"], body["user"], body["temperature"]) == ("none", "u", None)
+    assert (body["tool_choice"], body["temperature"]) == ("none", None)
     assert body["usage"] == {
         "input_tokens": 40,
         "input_tokens_details": {"cached_tokens": 32, "cache_write_tokens": 0},
@@ -352,6 +353,47 @@ def test_a_stream_has_its_items_one_after_the_other_and_every_event_its_number()
     ]
 
 
+ALL_OF_IT: dict[str, Any] = {
+    "model": "m",
+    "instructions": "i",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {
+            "type": "reasoning",
+            "id": f"rs_{REPLY}_0",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        CALL | {"id": f"fc_{REPLY}_0"},
+        RESULT | {"output": [{"type": "input_text", "text": "1"}]},
+    ],
+    "previous_response_id": "resp_0",
+    "tools": [ADD],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "text"}},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"k": "v"},
+    "max_output_tokens": 9,
+    "stream": True,
+}
+
+
+@settings(deadline=None)
+@given(broken_bodies(ALL_OF_IT))
+def test_whatever_a_body_holds_it_is_read_or_refused(body: dict[str, Any]) -> None:
+    assert parse(**ALL_OF_IT).stream
+    try:
+        request = dialect.parse(body, {})
+    except Refusal as refused:
+        said = (refused.kind, bool(refused.message))
+        assert said == (ErrorKind.INVALID, True)
+        return
+    assert all(isinstance(message["content"], str) for message in request.messages)
+    assert request.messages[-1]["role"] != "assistant"
+    told = dialect.reply(request, a_reply("so"))
+    assert isinstance(told["metadata"], dict)
+
+
 WIRE = Wire(httpx2.Response)
 CLIENT = openai.OpenAI(
     api_key="k",
@@ -395,7 +437,7 @@ def echoed(items: list[Any]) -> Message:
     return found[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     parsed_replies(),
     st.lists(st.integers(0, 99), max_size=4),
@@ -437,6 +479,17 @@ def test_reasoning_behind_text_is_an_item_where_it_came_and_comes_back_whole() -
     assert [item.type for item in output] == ["message", "reasoning", "message", "reasoning"]
     assert len({item.id for item in output}) == 4
     assert rendered(reply.message, echoed(output))
+
+
+@settings(max_examples=40, deadline=None)
+@given(grown_replies())
+def test_a_reply_that_grew_comes_back_as_the_stored_message(
+    grown: tuple[Message, list[dict[str, Any]]],
+) -> None:
+    reply = a_reply(grown[0])
+    final = streamed(reply, grown[1])[-1].response
+    assert rendered(reply.message, echoed([*final.output]))
+    assert final.output_text == reply.message["content"]
 
 
 @pytest.mark.parametrize("kind", list(ErrorKind))

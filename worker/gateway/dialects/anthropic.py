@@ -336,13 +336,16 @@ def _end(reason: str | None, sequence: str | None = None) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
-def _usage(reply: ChatReply) -> dict[str, int]:
-    return {
+def _usage(reply: ChatReply) -> dict[str, Any]:
+    usage: dict[str, Any] = {
         "input_tokens": reply.num_prompt - reply.num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": reply.num_cached,
         "output_tokens": len(reply.ids),
     }
+    if reply.num_reasoning is not None:
+        usage["output_tokens_details"] = {"thinking_tokens": reply.num_reasoning}
+    return usage
 
 
 def _error(refusal: Refusal) -> dict[str, Any]:

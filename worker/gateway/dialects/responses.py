@@ -57,10 +57,7 @@ FIELDS: rules.Table = {
     ),
 }
 
-_ECHOED = (
-    "instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "tools",
-    "user",
-)  # fmt: skip
+_ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "tools")
 """What a response says again of its request."""
 
 
@@ -87,7 +84,7 @@ class OpenAIResponses:
         ),
         "`store`, `GET …/responses/ID`": "a response can be gone on from as long as its session is"
         " open, and not read again",
-        "`reasoning_tokens`": "0: they are not counted apart",
+        "`reasoning_tokens`": "0 where a format does not tell them apart (gpt-oss)",
         "a call between two pieces of text": "calls stand behind the text",
     }
 

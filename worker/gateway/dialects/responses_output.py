@@ -19,6 +19,7 @@ from .openai_chat import sampled_log_probs
 
 ID_PREFIX = "resp_"
 _PIECE_CHARS = 1024
+_BEGIN = ("response.created", "response.in_progress")
 _FAILED: dict[ErrorKind, str] = {
     ErrorKind.INVALID: "invalid_prompt",
     ErrorKind.TOO_LONG: "context_length_exceeded",
@@ -44,14 +45,15 @@ class ResponseStream:
         self._request, self._reply_id, self._created = request, reply_id, created_unix_s
         self._done: list[dict[str, Any]] = []
         self._open: _Open | None = None
-        self._number = 0
+        self._number = len(_BEGIN)
+        """Of the next event; a server may ask for the beginning only once there is more to send."""
 
     def begin(self) -> list[Event]:
         """Return `response.created` and `response.in_progress`."""
         response = self._response("in_progress")
         return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
+            (name, {"type": name, "sequence_number": number, "response": response})
+            for number, name in enumerate(_BEGIN)
         ]
 
     def delta(self, delta: Delta) -> list[Event]:
@@ -185,7 +187,7 @@ def ended_response(
         "input_tokens": reply.num_prompt,
         "input_tokens_details": {"cached_tokens": reply.num_cached, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reply.num_reasoning or 0},
         "total_tokens": reply.num_prompt + sampled,
     }
     return response
@@ -196,6 +198,7 @@ def begun_response(
 ) -> dict[str, Any]:
     """Return a response with nothing in it; what was asked for comes back as it was asked."""
     asked, mark = request.extra["asked"], request.extra["mark"]
+    metadata = asked["metadata"]
     return {
         **asked,
         "id": f"{ID_PREFIX}{reply_id}_{mark}" if mark else f"{ID_PREFIX}{reply_id}",
@@ -205,7 +208,7 @@ def begun_response(
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "metadata": asked["metadata"] or {},
+        "metadata": metadata if isinstance(metadata, Mapping) else {},
         "model": request.model,
         "output": [],
         "parallel_tool_calls": request.max_calls is None,
