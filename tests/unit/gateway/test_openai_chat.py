@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as params
 
@@ -316,6 +318,58 @@ def test_huge_values_make_short_errors() -> None:
     for fields in ({"n": huge}, {"tool_choice": huge}, {"max_tokens": huge}, {"tools": [huge]}):
         assert len(refusal_of(**fields).message) < 400
     assert len(refusal_of({"role": huge, "content": huge}).message) < 400
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3)
+    | st.sampled_from(["user", "assistant", "tool", "function", "text", "auto", "none"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(
+            "role content type text name arguments id function tool_calls tool_call_id refusal "
+            "reasoning parameters include_usage".split()
+        ),
+        inner,
+        max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+ROLE = st.sampled_from(["user", "assistant", "tool", "system", "developer"])
+MESSAGE = st.builds(
+    lambda role, content, more: {"role": role, "content": content} | more,
+    ROLE,
+    st.just("hi") | JSON,
+    st.dictionaries(st.sampled_from(["name", "tool_calls", "tool_call_id", "reasoning"]), JSON),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(MESSAGE, min_size=1, max_size=3),
+    st.dictionaries(st.sampled_from(sorted(FIELDS)) | st.text(max_size=4), JSON, max_size=4),
+)
+def test_whatever_a_body_holds_it_is_read_or_refused_with_a_field(
+    messages: list[Any], fields: dict[str, Any]
+) -> None:
+    found = None
+    try:
+        request = CHAT.parse({"messages": messages} | fields, {})
+    except Refusal as refusal:
+        found = refusal
+    if found is not None:
+        assert found.kind is ErrorKind.INVALID
+        assert found.param
+        assert found.message.startswith(found.param)
+        return
+    for message in request.messages:
+        assert message["role"] in ("user", "assistant", "tool", "system", "developer")
+        parts = message["content"]
+        texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
+        assert all(isinstance(text, str) for text in texts)
+        assert all(
+            isinstance(call["function"]["name"], str) for call in message.get("tool_calls", ())
+        )
 
 
 # Replies.
