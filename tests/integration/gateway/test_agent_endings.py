@@ -133,6 +133,46 @@ def _id_of(message: Any) -> str:
     return str(message["tool_calls"][0]["id"])
 
 
+async def test_25_messages_for_people_are_the_conversation_as_it_went(qwen3: Any) -> None:
+    calls = "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "ab"
+    )
+    empty = {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": {"name": n, "parameters": empty}} for n in "ab"]
+
+    async def agent(base_url: str, **_: Any) -> None:
+        messages: list[Any] = list(HELLO)
+        answer = await chat(base_url, messages, tools=tools)
+        said = answer.json()["choices"][0]["message"]
+        results = [
+            {"role": "tool", "content": call["function"]["name"], "tool_call_id": call["id"]}
+            for call in said["tool_calls"]
+        ]
+        await chat(base_url, [*messages, said, *results], tools=tools)
+
+    async with gateway_stage(qwen3, *text(qwen3, calls, "Done.")) as stage:
+        played = await play(stage, agent, debug_messages=True)
+    messages = played.only.metadata["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [m["content"] for m in messages[2:]] == ["a", "b", "Done."]
+    assert [call["function"]["name"] for call in messages[1]["tool_calls"]] == ["a", "b"]
+
+
+async def test_28_log_probs_are_recorded_whatever_the_client_asked_for(qwen3: Any) -> None:
+    shown: list[Any] = []
+
+    async def agent(base_url: str, **_: Any) -> None:
+        answer = await chat(base_url, logprobs=False)
+        shown.append(answer.json()["choices"][0].get("logprobs"))
+
+    (says,) = text(qwen3, "It is 8.")
+    async with gateway_stage(qwen3, says) as stage:
+        played = await play(stage, agent)
+    assert shown == [None]
+    assert played.only.rollout_log_probs is not None
+    assert played.only.rollout_log_probs.tolist() == [-i / 128 for i in range(len(says.ids))]
+
+
 @pytest.mark.parametrize("hardened", [True, False])
 async def test_an_engine_s_fault_is_raised_and_a_success_behind_it_forgets_it(
     qwen3: Any, hardened: bool

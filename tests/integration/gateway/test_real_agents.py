@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ from worker.sampling import Sampling
 QUESTION, ANSWER = "Ann has 12 apples and buys 7 more. How many has she?", "19"
 CONFIG = PolicyConfig(tool_rate=1.0, again_rate=0.4, malformed_rate=0.0, max_sentences=3)
 """Each agent uses its tool, often several times."""
+
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextlib.asynccontextmanager
@@ -123,3 +128,11 @@ async def test_agents_of_a_tree_session_are_lists_of_one(qwen3: Any, vocabulary:
         found = await run(stage, "examples.agents.openai_agents:run", kind="tree")
     (sample,) = found
     check(sample, policy)
+
+
+@pytest.mark.slow
+def test_the_example_runs_an_agent_against_the_whole_stack() -> None:
+    command = [sys.executable, "-m", "examples.agents", "anthropic_sdk"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 of 4 samples" in done.stdout
