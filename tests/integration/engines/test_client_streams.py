@@ -27,6 +27,7 @@ from tests.integration.engines.test_clients import (
 from tests.scripted_engine import Step, a_reply, a_vllm_completion, a_vllm_reply, scripted
 from tests.streams import DONE, Sink, events_of, sse, streams
 from worker.engines.client import EngineClient
+from worker.engines.protocol import streams as protocol_streams
 from worker.engines.protocol.factory import new_client
 from worker.engines.protocol.http_base import new_transport
 from worker.engines.protocol.replay import ReplayShape, RowShape
@@ -226,7 +227,11 @@ async def test_connections_of_streams_are_used_again(kind: str) -> None:
 
 
 @both
-async def test_a_server_that_hangs_behind_its_last_event_keeps_nobody(kind: str) -> None:
+async def test_a_server_that_hangs_behind_its_last_event_keeps_nobody(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol_streams, "DRAIN_S", 0.05)
+
     def step(exchange: Exchange) -> None:
         streams(*told(kind), done=False, then=lambda exchange: exchange.write(DONE))(exchange)
 

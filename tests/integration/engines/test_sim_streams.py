@@ -161,7 +161,7 @@ async def test_what_sglang_refuses_in_a_stream_is_an_event_but_for_its_contract(
 async def test_a_cumulative_stream_at_our_pace_is_at_most_20_times_its_reply(
     num: int, vocabulary: Path
 ) -> None:
-    config = PolicyConfig(max_sentences=3000, think_rate=1.0, tool_rate=0.0)
+    config = PolicyConfig(max_sentences=num // 4, think_rate=1.0, tool_rate=0.0)
     wordy = Policy(tokenizer_of(str(vocabulary)), {}, config)
     async with sim_server(wordy) as sim:
         found: dict[int, int] = {}
@@ -201,7 +201,7 @@ async def paced(
 @kinds
 async def test_ids_are_told_while_the_rest_is_sampled(kind: str, policy: Policy) -> None:
     sink = Sink()
-    async with paced(policy, kind, 1.0) as (sim, ask):
+    async with paced(policy, kind, 0.4) as (sim, ask):
         call = asyncio.create_task(ask(sink))
         await eventually(lambda: len(sink.added) >= 3)
         assert len(sim.engine.core.flights) == 1, "it samples on"

@@ -159,9 +159,10 @@ STATUSES = {
     "500": [500, 501],
 }
 OVER_HTTP = {
-    "half_body", "reset", "hang", "abort_late", "too_large", "connect", "no_engine",
+    "half_body", "reset", "hang", "abort_late", "too_large", "connect", "no_engine", "stream_cut",
+    "stream_changes", "stream_goes_on",
 }  # fmt: skip
-"""Rows without a whole reply: tests/integration/engines."""
+"""Rows without a whole reply: tests/integration/engines; of streams: test_streams.py here."""
 CASES = [
     (name, read, raw, None)
     for name, pair in BYTES.items()

@@ -156,7 +156,7 @@ def test_feeding_a_long_event_in_small_pieces_looks_at_each_byte_once() -> None:
 # --- the same reply ------------------------------------------------------------------------------
 @forms
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_reply_in_events_is_the_reply_without_a_stream_however_it_is_cut(
     form: str, data: st.DataObject
 ) -> None:
