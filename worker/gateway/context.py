@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -53,12 +54,13 @@ class Context:
     """
 
     __slots__ = (
-        "_known", "answers", "num_prompt", "num_root", "num_tokens", "observed", "parent",
+        "_known", "_pieces", "answers", "num_prompt", "num_root", "num_tokens", "observed", "parent",
     )  # fmt: skip
 
     def __init__(self, parent: Context | None, observed: PromptIds) -> None:
         self.parent, self.observed = parent, observed
         self.answers: list[Answer] = []
+        self._pieces = [observed.json] if observed.json else []
         count = len(observed.ids)
         self.num_root: int = count if parent is None else parent.num_root
         self.num_prompt: int = count if parent is None else parent.num_tokens + count
@@ -81,7 +83,11 @@ class Context:
     def add(self, answer: Answer) -> None:
         """Append what one engine call sampled."""
         completion = answer.completion
+        if not completion.json and len(completion.ids):
+            completion.json = ids_json(completion.ids)
         self.answers.append(answer)
+        if completion.json:
+            self._pieces.append(completion.json)
         self.num_tokens += len(completion.ids)
         self._known = tuple(
             known if getattr(completion, of) is None else self.num_tokens - 1
@@ -120,38 +126,24 @@ class Context:
         Args:
             replay: ask for routed experts, from the first row that is not there yet.
         """
-        pieces: list[bytes] = []
-        held: Context | None = self
-        while held is not None:
-            pieces.extend(_json_of(answer.completion) for answer in reversed(held.answers))
-            pieces.append(held.observed.json)
-            held = held.parent
+        parts = [context._pieces for context in self._up()]
         start = None
         if replay:
             start = next((known for known in self._known if known is not None), 0)
-        return RequestIds(tuple(p for p in reversed(pieces) if p), self.num_tokens, start)
+        pieces = tuple(chain.from_iterable(reversed(parts)))
+        return RequestIds(pieces, self.num_tokens, start)
 
-    def path(self) -> list[Context]:
-        """Return the contexts from the root's to this one."""
-        found: list[Context] = []
+    def _up(self) -> Iterator[Context]:
+        """Yield this context and all in front of it, the root's last."""
         held: Context | None = self
         while held is not None:
-            found.append(held)
+            yield held
             held = held.parent
-        return found[::-1]
 
     def _back(self) -> Iterator[TokenIds]:
         """Yield the parts of ids in front of the sampled ones, the last one first."""
-        yield self.observed.ids
-        held = self.parent
-        while held is not None:
-            for answer in reversed(held.answers):
-                yield answer.completion.ids
-            yield held.observed.ids
-            held = held.parent
-
-
-def _json_of(completion: Completion) -> bytes:
-    if not completion.json and len(completion.ids):
-        completion.json = ids_json(completion.ids)
-    return completion.json
+        for context in self._up():
+            if context is not self:
+                for answer in reversed(context.answers):
+                    yield answer.completion.ids
+            yield context.observed.ids
