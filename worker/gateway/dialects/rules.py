@@ -145,11 +145,11 @@ EVERYWHERE: Table = {
     **refused(
         "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema "
         "regex ebnf structural_tag",
-        _GRAMMAR, is_empty, "nothing",
+        _GRAMMAR, is_empty, "empty",
     ),
     **refused("top_logprobs", "only sampled tokens have log-probs", is_zero, "0"),
     **refused("chat_template_kwargs", _PROMPT, is_empty, "{}"),
-    **refused("chat_template documents", _PROMPT, is_empty, "nothing"),
+    **refused("chat_template documents", _PROMPT, is_empty, "empty"),
     **refused(
         "input_ids prompt_token_ids prompt prompt_embeds input_embeds",
         "ids are made here, from the messages; send messages",
