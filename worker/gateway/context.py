@@ -54,7 +54,8 @@ class Context:
     """
 
     __slots__ = (
-        "_known", "_pieces", "answers", "num_prompt", "num_root", "num_tokens", "observed", "parent",
+        "_known", "_pieces", "answers", "num_prompt", "num_root", "num_tokens", "observed",
+        "parent",
     )  # fmt: skip
 
     def __init__(self, parent: Context | None, observed: PromptIds) -> None:
