@@ -20,11 +20,10 @@ from typing import Any
 from tests.e2e.agents.asking import Client, Left, Plain, Refused, Sdk
 from tests.e2e.agents.line import Line
 from tests.e2e.agents.plan import Fate, Kind, Plan, Step, plan_of
-from tests.e2e.agents.scenes import MAX_NEW_TOKENS
+from tests.e2e.agents.scenes import FOLDER, MAX_NEW_TOKENS, SEED, TREE
 from tests.e2e.agents.words import DIALECTS, Item, Said
 from tests.e2e.weights.journal import Journal
 
-FOLDER, SEED, TREE = "AGENTS_FOLDER", "AGENTS_SEED", "AGENTS_TREE"
 TOOL: Item = {
     "name": "calculator",
     "description": "Compute an arithmetic expression.",

@@ -47,7 +47,7 @@ def retokenize(record: Record) -> None:
     for sample in samples_of(record):
         for place, call in enumerate(sample.calls):
             ids = sample.tokens[call.start : call.end]
-            again = _encode(decode(ids.tolist()))
+            again = encode(decode(ids.tolist()))
             if list(again) != ids.tolist():
                 _replace(sample, place, np.array(again, dtype=np.int32))
                 break
@@ -199,7 +199,8 @@ def _tokenizer() -> object:
     return tokenizers.Tokenizer.from_file(str(VOCABULARY))
 
 
-def _encode(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
+    """Return the ids of a text, control strings as their ids."""
     ids: list[int] = _tokenizer().encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
     return ids
 

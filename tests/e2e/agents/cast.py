@@ -16,7 +16,7 @@ from typing import Any
 from examples.demo.cast import to_toml
 from examples.demo.children import Child
 from examples.devserver import free_port
-from tests.e2e.agents import agent, scenes
+from tests.e2e.agents import scenes
 from tests.e2e.agents.scenes import ROOT, VOCABULARY, Protocol, Scene
 from tests.e2e.chaos.rows import answer_of, question_of
 from worker.engines.sim.script import PolicyConfig
@@ -83,8 +83,8 @@ def assemble(
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLSTREAM_")}
     environment |= {
         "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT),
-        agent.FOLDER: str(folder), agent.SEED: str(seed),
-        agent.TREE: "1" if scene.kind == "tree" else "",
+        scenes.FOLDER: str(folder), scenes.SEED: str(seed),
+        scenes.TREE: "1" if scene.kind == "tree" else "",
     }  # fmt: skip
 
     def child(name: str, *command: str, ready_url: str | None = None) -> Child:

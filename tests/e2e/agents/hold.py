@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.agents.agent import FOLDER
+from tests.e2e.agents.scenes import FOLDER
 
 DONE, LOOK_S = "done", 0.05
 

@@ -248,11 +248,12 @@ def shows(prompt: str, node: Seen) -> bool:
     """Return whether a prompt shows a request's turns, in order, and no other reply."""
     at = 0
     for turn in node.turns:
-        text = turn.text.strip()
-        found = prompt.find(text, at)
-        if found < 0:
-            return False
-        at = found + len(text)
+        # Line by line: a client reads the model's calls behind its text, wherever they stood.
+        for line in turn.text.strip().split("\n" if turn.role == "assistant" else "\0"):
+            found = prompt.find(line, at)
+            if found < 0:
+                return False
+            at = found + len(line)
     replies = sum(turn.role == "assistant" for turn in node.turns)
     return prompt.count(OPENER) == replies + 1
 

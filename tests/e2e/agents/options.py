@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tests.e2e.agents.breaks import NAMES
 from tests.e2e.agents.scenes import SESSIONS, Scene, full_scenes, quick_scenes
 
-CALLS = 120
+CALLS = 80
 QUICK_SESSIONS = 48
 
 

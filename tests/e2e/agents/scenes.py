@@ -22,6 +22,8 @@ LATENCY_S, TOKEN_S = 0.02, 0.0003
 """Of the engines: a reply takes some 50 ms, so that clients can leave in its middle."""
 STALL_S = 60.0
 SESSIONS = 500
+FOLDER, SEED, TREE = "AGENTS_FOLDER", "AGENTS_SEED", "AGENTS_TREE"
+"""What agents are told by the environment."""
 
 
 class Protocol(StrEnum):
