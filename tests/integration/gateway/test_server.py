@@ -353,12 +353,29 @@ async def test_a_body_over_the_limit_is_refused_unread_and_one_at_the_limit_is_n
 
 
 async def test_a_refused_body_is_thrown_away_so_that_its_sender_reads_the_refusal() -> None:
-    body = BODY + b" " * 300_000
-    async with double_stage(limits=SMALL) as (stage, _):
-        for _ in range(5):  # an HTTP client that writes all of it before it reads anything
-            answer = await stage.client.post(f"{stage.url}/v1/chat/completions", content=body)
-            assert answer.status_code == 413
-            assert answer.headers["connection"] == "close"
+    """A connection that is closed over unread bytes is reset, and the refusal may go with it."""
+    limits = HttpLimits(max_body_bytes=200_000)
+    for framing in ("content-length: 300000", "transfer-encoding: chunked"):
+        async with double_stage(limits=limits) as (stage, session), connected(stage) as client:
+            is_chunked = "chunked" in framing
+            whole = chunked(b"x" * 300_000) if is_chunked else b"x" * 300_000
+            head = f"POST /sessions/{session.key}/messages HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n"
+            client.send(head.encode() + whole[:250_000])
+            status, headers, _ = await client.answer()
+            assert (status, headers["connection"]) == (413, "close")
+            client.send(whole[250_000:])
+            async with asyncio.timeout(20):
+                assert await client.reader.read() == b""  # its end, and no reset
+
+
+async def test_what_follows_a_refusal_and_is_no_http_gets_no_second_answer() -> None:
+    async with double_stage(limits=SMALL) as (stage, session), connected(stage) as client:
+        over = chunked(b"x" * 5000).removesuffix(b"0\r\n\r\n")
+        client.send(request(session, over, "transfer-encoding: chunked"))
+        assert (await client.answer())[0] == 413
+        client.send(b"no chunk\r\n")
+
+        assert await client.rest() == b""
 
 
 async def test_a_body_is_asked_for_only_where_it_will_be_read() -> None:

@@ -78,8 +78,11 @@ def test_an_event_is_its_name_its_data_and_an_empty_line() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_stream_is_events_that_no_proxy_keeps_back(path: str) -> None:
-    async with double_stage(Acts(texts=("a", "b"))) as (stage, session):
+@pytest.mark.parametrize("texts", [("a", "b"), ()])
+async def test_a_stream_is_events_that_no_proxy_keeps_back(
+    path: str, texts: tuple[str, ...]
+) -> None:
+    async with double_stage(Acts(texts=texts)) as (stage, session):
         answer = await stage.post(path, body_of(path))
 
     assert answer.headers["content-type"].startswith("text/event-stream")
