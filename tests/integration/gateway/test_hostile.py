@@ -33,10 +33,12 @@ from tests.integration.gateway.raw import (
     request,
 )
 from tests.integration.gateway.stage import HELLO, Stage, gateway_stage, text, wait_until
-from worker.gateway.limits import HttpLimits
+from worker.gateway.limits import Connection, HttpLimits
 from worker.telemetry.metrics import Metrics
 
 CHAT = "v1/chat/completions"
+NO_LINGER = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+"""Of a socket that is reset where it is closed."""
 
 
 def alive() -> int:
@@ -171,6 +173,19 @@ async def test_half_open_connections_are_closed_and_keep_nobody_out() -> None:
 
     assert good.status_code == 200
     assert stage.gateway.counters["left"] == 0
+
+
+async def test_a_connection_that_was_reset_is_not_kept_by_a_timer() -> None:
+    async with double_stage() as (stage, _):
+        for _ in range(10):
+            with socket.create_connection(("127.0.0.1", stage.gateway.port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+                client.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                await asyncio.to_thread(client.recv, 4096)
+        await wait_until(lambda: stage.gateway.num_connections == 0)
+        gc.collect()
+
+        assert [o for o in gc.get_objects() if isinstance(o, Connection)] == []
 
 
 async def test_at_the_limit_the_connection_that_idled_longest_makes_room() -> None:
@@ -485,9 +500,7 @@ async def test_a_socket_that_is_reset_in_every_phase_of_a_request_ends_nothing()
         async with health_asked(stage):
             for cut in range(0, len(whole) + 1, 7):
                 with socket.create_connection(("127.0.0.1", stage.gateway.port)) as client:
-                    client.setsockopt(
-                        socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
-                    )
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
                     client.sendall(whole[:cut])
                     await asyncio.sleep(0)
             await wait_until(lambda: at_rest(stage))
