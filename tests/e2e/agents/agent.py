@@ -20,7 +20,7 @@ from typing import Any
 from tests.e2e.agents.asking import Client, Left, Plain, Refused, Sdk
 from tests.e2e.agents.line import Line
 from tests.e2e.agents.plan import Fate, Kind, Plan, Step, plan_of
-from tests.e2e.agents.scenes import FOLDER, MAX_NEW_TOKENS, SEED, TREE
+from tests.e2e.agents.scenes import FOLDER, MAX_NEW_TOKENS, SEED, TREE, WENT_ON
 from tests.e2e.agents.words import DIALECTS, Item, Said
 from tests.e2e.weights.journal import Journal
 
@@ -173,8 +173,21 @@ class Player:
             reply = await client.ask(body)
         said = self._dialect.said(reply, thinks=self._plan.echoes_reasoning)
         if said.finish == "length":
-            raise Refused("a reply was cut")
+            await self._go_on(talk, [*before, *new, *said.items], client)
         return said
+
+    async def _go_on(self, talk: Talk, items: list[Item], client: Client) -> None:
+        """Try to go on from a reply that was cut, as an agent does that does not look.
+
+        Raises:
+            Refused: so it should be.
+        """
+        body = self._dialect.body(
+            talk.system, [*items, *self._dialect.user("Go on.")], tool=talk.tool,
+            most=MAX_NEW_TOKENS, stream=False, previous="",
+        )  # fmt: skip
+        await client.ask(body)
+        raise Refused(WENT_ON)
 
 
 def value_of(arguments: str) -> str:

@@ -23,8 +23,10 @@ from worker.engines.sim.script import PolicyConfig
 
 POLICY = PolicyConfig(max_sentences=3, split_rate=0.05, malformed_rate=0.05, again_rate=0.4)
 """Of the engines, and of who computes again what they sampled."""
-FAULTS = {"503": 0.01, "reset": 0.005, "slow": 0.02, "abort": 0.01, "length": 0.002}
-"""Of the engines: shares of requests."""
+FAULTS = {
+    "503": 0.01, "reset": 0.005, "half-body": 0.01, "slow": 0.02, "abort": 0.008, "length": 0.004,
+}  # fmt: skip
+"""Of the engines: shares of requests. Half a body is half a stream: nothing can be tried again."""
 SLOW_FACTOR = 8.0
 
 
@@ -131,7 +133,7 @@ def disturbances() -> list[str]:
             "latency_median_s": scenes.LATENCY_S,
             "token_s": scenes.TOKEN_S,
             "slow_factor": SLOW_FACTOR,
-            **{f"fault_{name}": share for name, share in FAULTS.items()},
+            **{f"fault-{name}": share for name, share in FAULTS.items()},
         }
     )
 

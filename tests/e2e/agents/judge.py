@@ -17,7 +17,7 @@ from rollstream.sample import Call, Sample
 from tests.e2e.agents.findings import Finding, Wrong
 from tests.e2e.agents.model import Seen, Session, must_train, read_session
 from tests.e2e.agents.record import Attempt, EngineCall, HandedMember, Record
-from tests.e2e.agents.scenes import SAMPLES_A_GROUP
+from tests.e2e.agents.scenes import SAMPLES_A_GROUP, WENT_ON
 from tests.e2e.agents.truth import OPENER, Reply, Truth
 
 FREE_REASONS = frozenset({"seen", "run_aborted"})
@@ -101,7 +101,9 @@ def _accounts(record: Record) -> Iterator[Finding]:
 
 
 def _after_end(attempt: Attempt, calls: Iterable[EngineCall]) -> Iterator[Finding]:
-    """Find calls that were made for an agent that had ended."""
+    """Find calls that were made for an agent that had ended, or that none may be made for."""
+    if attempt.stopped == WENT_ON:
+        yield Finding(Wrong.ODD, attempt.nonce, WENT_ON)
     if attempt.ended_s is None:
         return
     for call in calls:

@@ -18,10 +18,11 @@ GROUPS_A_BATCH = 6
 LEASE_S = 3.0
 MAX_NEW_TOKENS, MAX_RESPONSE, MAX_CONTEXT = 320, 20_000, 24_000
 MAX_TURNS = 12
-LATENCY_S, TOKEN_S = 0.02, 0.0003
-"""Of the engines: a reply takes some 50 ms, so that clients can leave in its middle."""
+LATENCY_S, TOKEN_S = 0.02, 0.001
+"""Of the engines: a reply takes some 80 ms, so that clients can leave in its middle."""
 STALL_S = 60.0
 SESSIONS = 500
+WENT_ON = "a reply that was cut was gone on from"
 FOLDER, SEED, TREE = "AGENTS_FOLDER", "AGENTS_SEED", "AGENTS_TREE"
 """What agents are told by the environment."""
 
