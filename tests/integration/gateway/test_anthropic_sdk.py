@@ -29,6 +29,7 @@ from tests.integration.gateway.toys import (
 )
 from tests.toy import A1, A1_LOG_PROBS, A2, HI, NO, P0, U1
 from worker.gateway.dialects.anthropic import AnthropicMessages
+from worker.sampling import Sampling
 from worker.types import DivergencePolicy
 
 CALC: Any = {
@@ -147,7 +148,8 @@ async def test_the_sync_client_works_from_a_thread() -> None:
 
 
 async def test_max_tokens_lowers_the_cap_and_never_raises_it() -> None:
-    async with toy_and_client([30] * 9, A1) as (toy, client):
+    pinned = Sampling(temperature=0.7, max_new_tokens=1024)
+    async with toy_and_client([30] * 9, A1, sampling=pinned) as (toy, client):
         cut = await ask(client, max_tokens=2)
         await ask(client, max_tokens=100_000)
         caps = [asked.sampling.max_new_tokens for asked in toy.engine.asked]
@@ -187,6 +189,19 @@ async def test_tokens_are_counted_as_they_would_be_sent_and_nothing_is_called() 
         assert toy.session.stats["requests"] == 2
         with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content"):
             await client.messages.count_tokens(model="m", messages=[{"role": "user"}])  # type: ignore[typeddict-item]
+
+
+async def test_the_beta_client_is_the_same() -> None:
+    async with toy_and_client(A1) as (toy, client):
+        reply = await client.beta.messages.create(
+            model="m",
+            max_tokens=64,
+            messages=HI,  # type: ignore[arg-type]
+            betas=["context-management-2025-06-27"],
+            context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
+        )
+        assert reply.content[0].to_dict() == {"type": "text", "text": "hello"}
+        assert toy.engine.prompts == [P0]
 
 
 # Tools.

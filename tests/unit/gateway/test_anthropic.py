@@ -501,6 +501,18 @@ def test_a_reply_that_grew_comes_back_as_the_stored_message(
     assert content == reply.message["content"]
 
 
+def test_thinking_behind_text_is_a_block_where_it_came_with_its_own_signature() -> None:
+    reply = a_reply(AssistantMessage("ac", "bb", []))
+    pieces = [("content", "a"), ("reasoning_content", "b"), ("content", "c")]
+    said = streamed(reply, [{name: text} for name, text in [*pieces, pieces[1]]])
+    assert [block.type for block in said.content] == ["text", "thinking", "text", "thinking"]
+    seals = [block.signature for block in said.content if block.type == "thinking"]
+    alone = whole(a_reply(AssistantMessage("", "b", []))).content[0]
+    assert alone.type == "thinking"
+    assert seals == [alone.signature] * 2
+    assert rendered(reply.message, echoed(said))
+
+
 @pytest.mark.parametrize("kind", list(ErrorKind))
 def test_errors_are_the_sdks_exceptions(kind: ErrorKind) -> None:
     WIRE.answer(dialect.error(Refusal(kind, "what and why", param="p")), STATUS[kind])
