@@ -272,9 +272,8 @@ def _text_item(
 ) -> dict[str, Any]:
     """Return an item of reasoning or text; a text of None has no part yet."""
     content = [] if text is None else [_part(kind, text, log_probs)]
-    item: dict[str, Any] = {"id": item_id, "type": kind, "status": status, "content": content}
-    item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-    return item
+    own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+    return {"id": item_id, "type": kind, "status": status, "content": content, **own}
 
 
 def _call_item(call: Mapping[str, Any], item_id: str, status: str) -> dict[str, Any]:
