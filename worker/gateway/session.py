@@ -193,7 +193,6 @@ class Session:
             raise self._busy()
         if earlier is not None:
             self._stats.joined += 1
-            earlier.stop_timer()
             return earlier
         place = self._places.of(request, echo, tools_key)
         self._places.check(place)

@@ -198,6 +198,17 @@ async def test_a_long_session_is_put_together_in_a_thread(monkeypatch: pytest.Mo
     assert len((await play.the_sample()).calls) == 2
 
 
+async def test_nothing_is_written_as_json_again_to_be_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play = Play(Says(A1), Says(A2))
+    history: list[Any] = []
+    await play.go_on(history, *HI)
+    await play.go_on(history, *NO)
+    monkeypatch.delattr("worker.tito.trajectory.ids_json")
+    assert len((await play.the_sample()).calls) == 2
+
+
 async def test_25_the_conversation_is_kept_for_people_where_that_is_asked_for() -> None:
     """The calls of a reply are those that the client got, not markup."""
     play = Play(Says(A1), Says(A2), debug_messages=True)
