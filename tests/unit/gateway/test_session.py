@@ -685,3 +685,48 @@ def _request(messages: Any) -> Any:
     from worker.gateway.types import ChatRequest
 
     return ChatRequest(list(messages))
+
+
+def _call(play: Play, name: str) -> list[int]:
+    text = f'{{"name": "{name}", "arguments": {{}}}}'
+    return [6, *play.renderer.encode(text).tolist(), 7]
+
+
+_TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", "g")]
+
+
+async def test_case_42_whole_calls_of_a_cut_reply_are_text() -> None:
+    call = _call(Play(), "f")
+    play = Play(Says([*call, *call[:9]], "length"))
+    reply = await play.ask(HI, tools=_TOOLS)
+    assert reply.finish == "length"
+    assert "tool_calls" not in reply.message
+    assert "f" in reply.message["content"]
+    await play.end()
+
+
+async def test_case_49_results_in_another_order_are_rendered_in_that_of_their_calls() -> None:
+    prompts = []
+    for is_turned in (False, True):
+        play = Play()
+        play.engine._steps[:] = [Says([*_call(play, "f"), *_call(play, "g"), 2]), Says(A2)]
+        reply = await play.ask(HI, tools=_TOOLS)
+        results = [
+            {"role": "tool", "content": f"r{place}", "tool_call_id": call["id"]}
+            for place, call in enumerate(reply.message["tool_calls"])
+        ]
+        if is_turned:
+            results.reverse()
+        await play.ask([*HI, echo(reply), *results], tools=_TOOLS)
+        prompts.append(play.engine.asked[1].ids)
+        await play.end()
+    assert prompts[0] == prompts[1]
+
+
+async def test_a_message_that_cannot_be_rendered_is_named_by_its_place_in_the_request() -> None:
+    play = Play(Says(A1))
+    history: list[Any] = []
+    await play.go_on(history, *HI)
+    wrong = await refused(play.ask([*history, *OK, {"role": "nobody", "content": "x"}]))
+    assert "message 3" in wrong.message
+    await play.end()
