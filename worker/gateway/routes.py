@@ -127,7 +127,8 @@ async def answered(wire: Wire, dialect: Dialect | None, call: Coroutine[Any, Any
             await call
             return "ok"
         except Refusal as refusal:
-            refused = refusal
+            # Its traceback holds this frame, and so the request, until the next collection.
+            refused = refusal.with_traceback(None)
         except ClientLeft:
             return "left"
         except Exception as error:  # noqa: BLE001 - the runner of a request: one is not the server

@@ -67,15 +67,12 @@ class Wire:
     @contextlib.asynccontextmanager
     async def watching(self) -> Any:
         """Notice meanwhile that the client leaves; the body was read before."""
-        self._gone = asyncio.ensure_future(self._watch())
+        gone = self._gone = asyncio.ensure_future(_until_gone(self._receive))
         try:
             yield
         finally:
-            self._gone.cancel()
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+            gone.cancel()
+            self._gone = None  # or this object, and all it holds, waits for the collector
 
     async def wait(self, coming: asyncio.Future[Any], *, timeout_s: float | None = None) -> None:
         """Wait for a result, which is left where it is.
@@ -208,6 +205,11 @@ class Wire:
         except TimeoutError:
             self._connection.abort()
             raise ClientLeft from None
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _discard(task: asyncio.Future[T], undo: Callable[[T], None] | None) -> None:

@@ -278,6 +278,31 @@ async def test_a_head_that_is_too_large_says_so() -> None:
         assert headers["server"] == "rollstream"
 
 
+@pytest.mark.parametrize("kind", ["reply", "stream", "refused"])
+async def test_a_request_leaves_no_cycle_to_the_collector(kind: str) -> None:
+    """What a request held, its body among it, is freed with its last byte."""
+    body = {"reply": BODY, "stream": STREAM, "refused": b"{"}[kind]
+    async with double_stage() as (stage, session), connected(stage) as client:
+
+        async def ask(count: int) -> None:
+            for _ in range(count):
+                client.send(request(session, body))
+                if kind == "stream":
+                    await client.reader.readuntil(b"\r\n0\r\n\r\n")
+                else:
+                    await client.answer()
+            session.records.clear()
+
+        await ask(5)
+        gc.collect()
+        gc.disable()
+        try:
+            await ask(50)
+            assert gc.collect() < 50
+        finally:
+            gc.enable()
+
+
 # --- large bodies ---------------------------------------------------------------------------------
 async def send_slowly(client: RawClient, piece: bytes, count: int) -> None:
     """Send a body piece by piece, for as long as it is taken."""
