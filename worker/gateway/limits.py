@@ -142,19 +142,25 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a new client; at the limit the one that was idle longest makes room."""
-        others = len(self.connections)
         super().connection_made(transport)
         if (sock := transport.get_extra_info("socket")) is not None:
             # asyncio does not for a listener of ours (its socket names no protocol): each event of
             # a stream would wait 40 ms for the acknowledgement of the one before it.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
-        if others >= self._max_connections and not self._make_room():
+        if len(self.connections) > self._max_connections and not self._make_room():
             self._answer(503, "too many connections: try again")
 
     def _make_room(self) -> bool:
-        idle = [c for c in self.connections if isinstance(c, Connection) and c is not self]
-        oldest = min((c for c in idle if c.is_idle), key=_idle_since, default=None)
+        """Return whether there is room now; what closes already has made it."""
+        others = [
+            other
+            for other in self.connections
+            if isinstance(other, Connection) and other is not self and not other.is_gone
+        ]
+        if len(others) < self._max_connections:
+            return True
+        oldest = min((o for o in others if o.is_idle), key=_idle_since, default=None)
         if oldest is not None:
             oldest.abort()
         return oldest is not None
