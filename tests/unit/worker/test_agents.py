@@ -1,4 +1,4 @@
-"""What of a configuration with agents is refused at the start, and what one without them imports."""
+"""What of a configuration of agents is refused at the start; what one without them imports."""
 
 from __future__ import annotations
 
