@@ -216,9 +216,14 @@ async def test_completion_is_the_one_of_a_call_without_a_reader_and_ids_come_as_
 async def test_connections_of_streams_are_used_again(kind: str) -> None:
     peers: set[int] = set()
 
+    def ends_later(exchange: Exchange) -> None:
+        """End the body a moment behind its last event, as a web server does."""
+        exchange.write(DONE)
+        asyncio.get_running_loop().call_later(0.02, exchange.end)
+
     def step(exchange: Exchange) -> None:
         peers.add(id(exchange._connection))
-        streams(*told(kind))(exchange)
+        streams(*told(kind), then=ends_later)(exchange)
 
     async with engine_and_client(kind, step) as (_, client):
         for _ in range(5):

@@ -135,6 +135,18 @@ async def test_events_end_where_the_interval_says_whatever_the_clock_does(
             assert [len(ids_of(event)) for event in events] == want
 
 
+@forms
+async def test_an_abort_tells_what_was_not_told_yet_in_events_of_the_same_ends(
+    form: str, policy: Policy
+) -> None:
+    async with sim_server(policy, incremental=True, latency_s=3600.0) as sim:
+        call = asyncio.create_task(stream(sim, form))
+        await sim.flying(1)
+        sim.now_s = 3600.0 * 20 / 40
+        await sim.post("/abort_request", {"abort_all": True})
+        assert [len(ids_of(event)) for event in await call] == [1, 8, 8, 3]
+
+
 async def test_what_sglang_refuses_in_a_stream_is_an_event_but_for_its_contract(
     policy: Policy,
 ) -> None:

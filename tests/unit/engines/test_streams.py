@@ -335,7 +335,9 @@ def test_a_stream_that_changes_its_way_of_counting_is_refused(form: str) -> None
     other = "incremental" if form == "cumulative" else "cumulative"
     told = events(form, [4, 9, 20, 30])
     told[2:4] = events(other, [4, 9, 20, 30])[2:4]
-    assert fault_of(form, body(*told, DONE)) == Detail.LOGPROB_LENGTH_MISMATCH
+    sink = Sink()
+    assert fault_of(form, body(*told, DONE), sink) == Detail.LOGPROB_LENGTH_MISMATCH
+    assert sink.ids == IDS[:9]
 
 
 @pytest.mark.parametrize("form", ["cumulative", "incremental"])
