@@ -97,7 +97,7 @@ def test_judge_tells_a_reply_that_nobody_was_sampled_for_from_one_that_was_left(
     record = parts.record("drop_retries")
     attempt = next(iter(record.attempts.values()))
     last = attempt.tries[-1]
-    last.how = "left"
+    last.how, last.raw = "left", ""
     # Its client cannot know whether it was given out: nobody is blamed.
     assert parts.figures(record) == Counter()
     last.how = "unsent"
@@ -126,6 +126,7 @@ def test_truth_reads_what_a_client_reads_of_calls_that_are_none() -> None:
     assert words.thought == "Hm."
     assert words.text == "".join(f"So:<tool_call>{bad}</tool_call>".split())
     assert words_in("<think>\ncut").thought == "cut"
+    assert words_in(f"<tool_call>\n{good}\n</tool_call>").calls == ()  # of a reply that was cut
 
 
 # --- policies ----------------------------------------------------------------------------------

@@ -200,14 +200,15 @@ class Trial:
             explained.update(rid for one in rids for rid in one)
             if rids and not any(set(one) <= mine for one in rids for mine in held):
                 yield self._wrong(Wrong.LOST, f"reply {node.said.id} is in none of its samples")
-        for rid in sorted(kept - trained):
+        empty = {c.rid for sample in samples for c in sample.calls if c.end == c.start}
+        for rid in sorted(kept - trained - empty):
             yield self._wrong(Wrong.LOST, f"call {rid} is in a sample and trains nowhere")
         seen = {rid for one in told.values() for reply in one for rid in reply.rids}
         beyond = kept - explained
         for rid in sorted(beyond & seen):
             yield self._wrong(Wrong.POLICY, f"call {rid} is trained, its policy drops it")
         unseen = [r for r in self.replies if set(r.rids) <= beyond - seen]
-        unread = sum(t.how == "left" or (t.how == "got" and not t.raw) for t in self.attempt.tries)
+        unread = sum(t.how == "left" for t in self.attempt.tries)
         if len(unseen) > unread:
             text = f"{len(unseen)} replies are trained that no client read, {unread} were left"
             yield self._wrong(Wrong.POLICY, text)

@@ -2,7 +2,8 @@
 
 Owns the tree as the agent's journal shows it, and which of its replies must be trained. Knows only
 what a client saw. Invariant: a reply is a node exactly when an answer of 200 with all of it left
-the gateway; replies that were told again under their id are one.
+the gateway, whether its client waited for the last byte or not; replies that were told again under
+their id are one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def read_session(attempt: Attempt) -> Session:
     by_id: dict[str, Seen] = {}
     conversations: dict[tuple[str, Turns], Seen] = {}
     found = Session(nodes, [], [])
-    answered = [t for t in attempt.tries if t.how in ("got", "lost") and t.status == 200]
+    # Who left behind the last event left too late: all of the reply was given out.
+    answered = [t for t in attempt.tries if t.raw and t.status == 200]
     for one in sorted(answered, key=lambda t: t.at_s):
         reply = reply_in(one.path, one.raw)
         if reply is None:
@@ -123,7 +125,7 @@ def _retries(attempt: Attempt, found: Session) -> None:
     before: dict[int, Try] = {}
     for one in attempt.tries:
         first, before[one.line] = before.get(one.line), one
-        if one.retry == 0 or first is None or one.how not in ("got", "lost") or one.n not in told:
+        if one.retry == 0 or first is None or one.n not in told:
             continue
         if first.how == "left":
             found.num_joined_maybe += 1

@@ -78,8 +78,8 @@ class EngineCall:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine answered with tokens, to the end of its answer."""
-        return self.finish in ("stop", "length", "abort") and self.num_tokens > 0
+        """Whether it is a reply, to its end: one may be empty, unless the call was stopped."""
+        return self.finish in ("stop", "length") or (self.finish == "abort" and self.num_tokens > 0)
 
 
 @dataclass(slots=True)

@@ -15,9 +15,11 @@ from typing import Any
 from tests.e2e.agents.findings import Finding, Wrong
 from tests.e2e.agents.model import Session, read_session
 from tests.e2e.agents.overhead import Overhead
-from tests.e2e.agents.record import Attempt, Record
+from tests.e2e.agents.record import Attempt, HandedMember, Record
 from tests.e2e.agents.scenes import Scene
 
+UNREAD_SHARE, UNREAD_SPARE = 0.03, 2
+"""How many replies of clients that left may count as given out: they left as the last byte came."""
 FIRST = (Wrong.LOST, Wrong.TWICE, Wrong.TOKEN, Wrong.ACCOUNT)
 BESIDE = (Wrong.RETRY, Wrong.POLICY, Wrong.DROP, Wrong.ODD)
 
@@ -56,6 +58,7 @@ class Row:
             row.wrong[finding.kind] += finding.count
         for _, member in record.members():
             row.sessions += 1
+            row._unread(record, member)
             row.samples += len(member.samples)
             row.happened["branched"] += len(member.samples) > 1
             row.agent.update(member.samples[0].metadata.get("agent", {}))
@@ -63,8 +66,18 @@ class Row:
             row._count(attempt, read_session(attempt))
         for call in record.engine_calls.values():
             row.engine_calls += bool(call.nonce)
+            row.happened["stopped_calls"] += call.finish == "left" and _ended(record, call.nonce)
             row.faults[call.finish or "never"] += 1
         return row
+
+    def _unread(self, record: Record, member: HandedMember) -> None:
+        """Count replies that a session gave out and whose client left all the same."""
+        attempt = record.attempts.get(str(member.samples[0].metadata.get("nonce")))
+        counts = member.samples[0].metadata.get("agent", {})
+        if attempt is not None and "committed" in counts:
+            nodes = read_session(attempt).nodes
+            self.happened["given_out_unread"] += counts["committed"] - len(nodes)
+            self.happened["left_of_handed"] += sum(t.how == "left" for t in attempt.tries)
 
     def _count(self, attempt: Attempt, session: Session) -> None:
         self.attempts += 1
@@ -106,6 +119,12 @@ class Row:
         }
 
 
+def _ended(record: Record, nonce: str) -> bool:
+    """Return whether an agent ended by itself: no call of its went with its process."""
+    attempt = record.attempts.get(nonce)
+    return attempt is not None and attempt.ended_s is not None
+
+
 @dataclass(slots=True)
 class Report:
     """Every scene's row."""
@@ -129,11 +148,17 @@ class Report:
     @property
     def broken(self) -> list[str]:
         """What of the promise does not hold, in words."""
-        return [
+        found = [
             f"{kind.value} = {self.wrong(kind)}"
             for kind in (*FIRST, *BESIDE)
             if self.wrong(kind) != 0
         ]
+        for row in self.rows:
+            unread, left = row.happened["given_out_unread"], row.happened["left_of_handed"]
+            if unread > UNREAD_SPARE + UNREAD_SHARE * left:
+                text = f"{unread} replies count as given out, of {left} whose clients left"
+                found.append(f"{row.scene.name}: {text}")
+        return found
 
     @property
     def missing(self) -> list[str]:
@@ -150,9 +175,15 @@ class Report:
             "replies told again": (agent["replayed"], share // 20),
             "retries that joined": (agent["joined"], share // 40),
             "clients that left a stream": (happened["left_streams"], share // 20),
+            "calls that were stopped for a client that left a stream": (
+                happened["stopped_calls"],
+                happened["left_streams"] // 20,
+            ),
             "clients that left": (happened["left_waiting"], share // 20),
             "replies that were superseded": (agent["superseded"], share // 20),
             "sessions of several samples": (happened["branched"], share // 10),
+            "requests refused": (agent["refused"], share // 200),
+            "requests that broke": (agent["failed"], share // 200),
             "sub-agents": (steps["sub"] + steps["subs"], share // 10),
             "compactions": (steps["compact"], share // 20),
         }

@@ -45,6 +45,7 @@ def words_of(said: Said) -> Words:
 
 def words_in(text: str) -> Words:
     """Return what a model's text says, control tokens shown."""
+    is_cut = not text.endswith(_END)
     text = text.removesuffix(_END)
     thought = ""
     if found := _THOUGHT.match(text):
@@ -59,7 +60,8 @@ def words_in(text: str) -> Words:
             return block[0]  # what is no call is text
         return ""
 
-    text = _CALL.sub(take, text)
+    if not is_cut:  # nobody runs the calls of a reply that was cut: they are text
+        text = _CALL.sub(take, text)
     return Words(_packed(thought), _packed(text), tuple(calls))
 
 
