@@ -177,7 +177,7 @@ class Report:
             "clients that left a stream": (happened["left_streams"], share // 20),
             "calls that were stopped for a client that left a stream": (
                 happened["stopped_calls"],
-                happened["left_streams"] // 20,
+                happened["left_streams"] // 12,
             ),
             "clients that left": (happened["left_waiting"], share // 20),
             "replies that were superseded": (agent["superseded"], share // 20),
