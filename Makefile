@@ -51,6 +51,7 @@ check: setup           ## lint, types, import rules
 bench: setup           ## the budgets of docs/benchmarks.md
 	@$(PY) -m benchmarks.merge --json
 	@$(PY) -m benchmarks.turns --json
+	@$(PY) -m benchmarks.agents --json
 	@$(PY) -m benchmarks.pipeline --json
 	@$(PY) -m benchmarks.queue --json
 	@$(PY) -m benchmarks.updates --mode keep --json
