@@ -278,9 +278,7 @@ class Metrics:
 
     def _declare_gateway(self) -> None:
         registry = self.registry
-        self.gateway_sessions = prom.Gauge(
-            "rollout_gateway_sessions", "Open sessions", registry=registry
-        )
+        self._sessions = prom.Gauge("rollout_gateway_sessions", "Open sessions", registry=registry)
         requests = prom.Counter(
             "rollout_gateway_requests", "Requests of agents", ["outcome"], registry=registry
         )
@@ -425,10 +423,9 @@ class Metrics:
 
     def gateway(self, requests: Mapping[str, int], open_sessions: int) -> None:
         """Publish the running totals of agents' requests, by outcome, and the sessions now."""
-        for outcome, total in requests.items():
-            if outcome in self._gateway:
-                self._follow(self._gateway[outcome], total)
-        self.gateway_sessions.set(open_sessions)
+        for outcome, child in self._gateway.items():
+            self._follow(child, requests.get(outcome, 0))
+        self._sessions.set(open_sessions)
 
     def _follow(self, child: prom.Counter, total: int) -> None:
         new = total - self._totals.get(child, 0)
