@@ -21,7 +21,8 @@ ToolFault TrainArrays WeightUpdate WireError WireTooNew __version__
 THIRD_PARTY_OF_THE_CLIENT = {"redis", "hiredis", "msgpack", "numpy", "rollstream"}
 """Everything a trainer's process gets by the client library, beside the standard library."""
 REDIS_OWN = set(
-    "cython_runtime jwt _cffi_backend cryptography OpenSSL requests async_timeout".split()
+    "cython_runtime jwt _cffi_backend cryptography OpenSSL requests async_timeout opentelemetry "
+    "xxhash".split()
 )
 """What redis-py and the compiled packages import by themselves where it is installed."""
 
