@@ -10,8 +10,10 @@ with, by the matcher; of identical twins to the latest. What it brings behind th
 Two nodes are *twins* where they stand behind the same node with the same delta: a request that was
 sent twice.
 
-Cost: what came back with the request before is known by its digest, so the matcher sees what is
-new, and spellings that changed.
+Cost: messages that came in the very words they are known by are known by their digests, so the
+matcher sees what is new, and spellings that changed. An agent that rewrites its history on every
+turn makes a root of each, and all of them have most of its messages in common: a root costs a
+request a comparison of bytes, and one call of the matcher where they part.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class Node:
     """The limit that cut the reply; None where its turn is complete."""
     committed_unix_s: float
     delta_key: bytes
+    """Of `delta`, as it stands there."""
     depth: int
     """Calls from the root to here, itself included."""
     num_messages: int
@@ -89,13 +92,26 @@ class Echo:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = messages
-        self._digests: list[bytes] = []
+        self._digests = bytearray()
 
     def key(self, start: int, end: int) -> bytes:
-        """Return what is the same for the same JSON of `messages[start:end]`."""
-        for message in self.messages[len(self._digests) : end]:
-            self._digests.append(blake2b(_text(message), digest_size=_DIGEST_BYTES).digest())
-        return b"".join(self._digests[start:end])
+        """Return what is the same for the same JSON of `messages[start:end]`: a digest of each."""
+        for message in self.messages[len(self._digests) // _DIGEST_BYTES : end]:
+            self._digests += blake2b(_text(message), digest_size=_DIGEST_BYTES).digest()
+        return bytes(self._digests[start * _DIGEST_BYTES : end * _DIGEST_BYTES])
+
+
+def _num_same(one: bytes, other: bytes) -> int:
+    """Return how many digests two keys begin with alike."""
+    low, high = 0, min(len(one), len(other)) // _DIGEST_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        known, end = low * _DIGEST_BYTES, middle * _DIGEST_BYTES
+        if one[known:end] == other[known:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _text(message: Message) -> bytes:
@@ -177,14 +193,14 @@ class Tree:
 
     def twin(self, parent: Node | None, delta: Echo, start: int, tools_key: bytes) -> Node | None:
         """Return the first node of the same request, `delta.messages[start:]` behind `parent`."""
-        messages = delta.messages[start:]
+        count = len(delta.messages) - start
         key = delta.key(start, len(delta.messages))
         for node in self.children(parent):
-            if node.twins != node.id or len(node.delta) != len(messages):
+            if node.twins != node.id or len(node.delta) != count:
                 continue
             if parent is None and node.tools_key != tools_key:
                 continue
-            if node.delta_key == key or all(map(self._same, node.delta, messages)):
+            if node.delta_key == key or self._shared_of(node, delta, start) == count:
                 return node
         return None
 
@@ -251,7 +267,7 @@ class Tree:
             return end - at
         shared = seen.get(id(node.delta), -1)
         if shared < 0:
-            shared = self._shared_of(node.delta, echo, at)
+            shared = self._shared_of(node, echo, at)
             seen[id(node.delta)] = shared
         if shared < len(node.delta):
             return shared
@@ -260,9 +276,10 @@ class Tree:
         node.echo = echo.key(at, end)
         return end - at
 
-    def _shared_of(self, delta: Sequence[Message], echo: Echo, at: int) -> int:
-        for place, message in enumerate(delta):
-            behind = at + place
-            if behind >= len(echo.messages) or not self._same(message, echo.messages[behind]):
+    def _shared_of(self, node: Node, echo: Echo, at: int) -> int:
+        """Return how many messages of a node's delta the request has from `at` on."""
+        most = min(len(node.delta), len(echo.messages) - at)
+        for place in range(_num_same(node.delta_key, echo.key(at, at + most)), most):
+            if not self._same(node.delta[place], echo.messages[at + place]):
                 return place
-        return len(delta)
+        return most

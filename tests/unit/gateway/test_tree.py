@@ -180,3 +180,36 @@ def test_a_message_that_no_json_has_is_digested_all_the_same(number: Any) -> Non
     message = {"role": "user", "content": "x", "odd": number}
     assert len(Echo([message]).key(0, 1)) == 16
     assert Echo([message]).key(0, 1) != Echo([U1]).key(0, 1)
+
+
+def test_attach_asks_the_matcher_once_for_each_root_when_a_history_is_rewritten_every_turn() -> (
+    None
+):
+    asked = 0
+
+    def counting(stored: Any, echoed: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return rendered(stored, echoed)
+
+    tree = Tree(counting)
+    history: list[Any] = [S, U1]
+    for turn in range(40):
+        found = tree.attach(Echo(history), b"")
+        assert (found.node, found.overlap) == (None, max(0, len(history) - 2))
+        asked = 0
+        grow(tree, history, f"said {turn}")
+        assert asked <= turn + 1  # and not once for each message of each root
+        history = [*history, a(f"rewritten {turn}"), U2]
+
+
+def test_twins_and_overlaps_are_the_matchers_own_when_spellings_change_in_their_midst() -> None:
+    respelled = {"content": [{"type": "text", "text": "u1"}], "role": "user"}
+    tree = Tree(rendered)
+    first = grow(tree, [S, U1, U2], "a1")
+    second = grow(tree, [S, respelled, U2], "a2")
+    assert second.twins == first.id
+    assert tree.attach(Echo([S, respelled, U2, a("a1"), U3]), b"").node is first
+    found = tree.attach(Echo([S, respelled, U3]), b"")
+    assert (found.node, found.overlap) == (None, 2)
+    assert tree.attach(Echo([S, respelled]), b"").overlap == 2
