@@ -25,7 +25,7 @@ from ..bounded import in_thread
 from .bodies import Bodies
 from .dialects.unknown import UnknownFields
 from .limits import ClientLeft, HttpLimits, HttpRefusal, generic_error
-from .sse import EventStream
+from .sse import EventStream, encode
 from .types import ChatReply, ChatRequest, Delta, Dialect, ErrorKind, Exchange, Refusal
 from .wire import Headers, Wire
 
@@ -207,9 +207,7 @@ class Chat:
         def write() -> bytes:
             return msgspec.json.encode(self._dialect.reply(request, reply))
 
-        if request.log_probs and len(reply.ids) >= _THREADED_TOKENS:
-            return await in_thread(write)
-        return write()
+        return await in_thread(write) if _is_long(request, reply) else write()
 
     async def _stream(
         self,
@@ -225,12 +223,16 @@ class Chat:
             async for delta in _watched(stream, exchange.deltas()):
                 await stream.send(streamer.delta(delta))
             reply = await _of(stream, exchange.reply())
-            last = streamer.end(reply)
-            await stream.send(())
+            if _is_long(request, reply):
+                await stream.send(())  # so that nothing but `end` writes meanwhile
+                last = await _of(stream, in_thread(lambda: encode(streamer.end(reply))))
+            else:
+                last = encode(streamer.end(reply))
+                await stream.send(())
             await wire.drained()
             exchange.commit()
             committed()
-            await stream.end(last)
+            await stream.end_with(last)
         except Refusal as refusal:
             if stream.is_open:
                 await stream.fail(refusal)
@@ -262,6 +264,10 @@ class Count:
         async with wire.watching():
             counted = await wire.until(_awaited(self._count(session, asked)))
         await wire.answer_json(200, counted)
+
+
+def _is_long(request: ChatRequest, reply: ChatReply) -> bool:
+    return request.log_probs and len(reply.ids) >= _THREADED_TOKENS
 
 
 def _leave(exchange: Exchange) -> None:

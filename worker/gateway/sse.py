@@ -92,7 +92,11 @@ class EventStream:
 
     async def end(self, events: Sequence[Event]) -> None:
         """Send the last events and end the response."""
-        await self._wire.send_body(encode(events), more=False)
+        await self.end_with(encode(events))
+
+    async def end_with(self, encoded: bytes) -> None:
+        """Send the last events as bytes and end the response."""
+        await self._wire.send_body(encoded, more=False)
 
     async def fail(self, refusal: Refusal) -> None:
         """End a stream that began as broken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,9 +22,11 @@ from tests.integration.gateway.stage import (
     text,
     wait_until,
 )
+from worker.gateway import routes
+from worker.gateway.dialects.openai_chat import ChatStreamer
 from worker.gateway.limits import HttpLimits
 from worker.gateway.sse import encode
-from worker.gateway.types import ErrorKind, Refusal
+from worker.gateway.types import ChatReply, ErrorKind, Event, Refusal
 
 PATHS = ("v1/chat/completions", "v1/messages", "v1/responses")
 LAST = {
@@ -432,3 +435,30 @@ async def test_an_sdk_reads_a_stream_through_its_signs_of_life(qwen3: Any) -> No
             said = [chunk.choices[0].delta.content or "" async for chunk in stream]
 
     assert "".join(said) == "The answer is 8."
+
+
+async def test_the_log_probs_of_a_long_stream_are_written_in_a_thread(
+    qwen3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "_THREADED_TOKENS", 8)
+    on_the_loop: list[bool] = []
+    told = ChatStreamer.end
+
+    def end(self: ChatStreamer, reply: ChatReply) -> list[Event]:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return told(self, reply)
+
+    monkeypatch.setattr(ChatStreamer, "end", end)
+    says = text(qwen3, "ok", "a reply of more than eight tokens, which is long today")
+    async with gateway_stage(qwen3, *says) as stage:
+        for number, said in enumerate(says):
+            messages = [{"role": "user", "content": f"question {number}"}]
+            answer = await stage.chat(messages, stream=True, logprobs=True)
+            events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert events[-1] == "[DONE]"
+            choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+            entries = [e for one in choices for e in (one["logprobs"] or {}).get("content", ())]
+            assert [e["logprob"] for e in entries] == [-i / 128 for i in range(len(said.ids))]
+            assert choices[0]["delta"].get("role") == "assistant"
+            assert choices[-1]["finish_reason"] == "stop"
+    assert on_the_loop == [True, False]
