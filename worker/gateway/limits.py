@@ -180,6 +180,9 @@ class Connection(H11Protocol):
         """Forget the client, and the timer that uvicorn leaves behind where it was reset."""
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        # All lead back here: this object and its last request would wait for the collector.
+        self.app = self._handler
+        self.cycle = self.scope = None  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; `msg` is uvicorn's, the reason is the error being handled."""

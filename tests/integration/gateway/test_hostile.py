@@ -14,6 +14,7 @@ import random
 import resource
 import secrets
 import socket
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -312,6 +313,27 @@ async def test_a_request_leaves_no_cycle_to_the_collector(kind: str) -> None:
         try:
             await ask(50)
             assert gc.collect() < 50
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_connection_leaves_no_cycle_to_the_collector(leaves: bool) -> None:
+    """Nor does its last request, whether its client read the answer or left before."""
+    acts = Acts(waits=forever) if leaves else Acts()
+    async with double_stage(acts) as (stage, session):
+        gc.collect()
+        gc.disable()
+        try:
+            async with connected(stage) as client:
+                client.send(request(session, BODY))
+                if leaves:
+                    await wait_until(lambda: len(session.records) > 0)
+                else:
+                    await client.answer()
+                kept = [weakref.ref(o) for o in gc.get_objects() if isinstance(o, Connection)]
+            assert len(kept) == 1
+            await wait_until(lambda: kept[0]() is None)
         finally:
             gc.enable()
 
