@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import prometheus_client as prom
@@ -21,7 +21,9 @@ from rollstream.errors import STATUS_OF, DropReason, StopReason
 from rollstream.sample import UNKNOWN_VERSION, Sample
 
 from ..engines.fleet.states import State
+from .figures import POOL_COUNTERS, EngineFigures, PoolFigures
 from .spans import SPAN_NAMES
+from .tally import TokenTally
 
 K = TypeVar("K")
 
@@ -55,15 +57,6 @@ _OUTCOME_OF = {
 """Details of engine faults that share a label; what is neither here nor above is a `fault`."""
 NOBODY = float("nan")
 """Of a place that no engine has: an alert on 0 must not go off for it."""
-_POOL_COUNTERS = {
-    "engine_retries": "Calls that were tried again",
-    "engine_retries_denied": "Calls that were not, because the budget of retries was used up",
-    "engine_stale_connections": "Tries that met a connection which its engine had closed",
-    "engine_ejections": "Times that an engine was put aside until it answers",
-    "engine_waits": "Tries of calls that found no engine up",
-    "engine_pauses": "Pauses of engines that were seen to begin",
-    "aborted_calls": "Calls that were aborted for new weights or at the end of the worker",
-}
 KEPT = "ready"
 _AGGREGATOR_REASONS = (
     DropReason.ZERO_STD,
@@ -77,30 +70,6 @@ _AGGREGATOR_REASONS = (
     DropReason.TOO_LARGE,
     DropReason.FILTER_ERROR,
 )
-
-
-class EngineFigures(Protocol):
-    """What is published of one engine (`engines.pooled.EngineCounters`)."""
-
-    url: str
-    slot: int
-    up: bool
-    state: State
-    lag: int
-    limit: int
-    requests: dict[str, int]
-
-
-class PoolFigures(Protocol):
-    """What is published of a pool (`engines.pooled.PoolCounters`)."""
-
-    retries: int
-    retries_denied: int
-    stale_connections: int
-    ejections: int
-    waits: int
-    pauses: int
-    aborted: int
 
 
 class _Place:
@@ -245,8 +214,10 @@ class Metrics:
         )  # fmt: skip
         engines = prom.Gauge("rollout_engines", "Engines by state", ["state"], registry=registry)
         self._engines = {state: engines.labels(state.value) for state in State}
-        pool = _POOL_COUNTERS.items()
-        self._pool = {n: prom.Counter(f"rollout_{n}", t, registry=registry) for n, t in pool}
+        self._pool = {
+            of: prom.Counter(f"rollout_{name}", text, registry=registry)
+            for of, (name, text) in POOL_COUNTERS.items()
+        }
 
     def _declare_fidelity(self) -> None:
         registry = self.registry
@@ -329,21 +300,22 @@ class Metrics:
         env = env if env in self._envs else OTHER
         tokens = self._tokens
         self._samples[env, reason] += 1
+        leaves = list(leaves)
+        counted = TokenTally.of(leaves)
+        self._turns[env] += counted.turns
+        tokens["prompt"] += counted.prompt
+        tokens["cached"] += counted.cached
+        tokens["sampled"] += counted.sampled
+        tokens["tool"] += counted.tool
+        if delivered:
+            tokens["trainable"] += counted.trainable
+        else:
+            tokens["discarded"] += counted.sampled
         for sample in leaves:
             # Not the first call's: a turn that goes on at another engine may get older weights.
             versions = sample.version_range() if delivered and version >= 0 else None
             if versions is not None:
                 self.staleness(version - versions[0])
-            sampled = sample.num_sampled
-            self._turns[env] += len(sample.calls)
-            tokens["prompt"] += sample.prefix_cache_info.total_prompt_tokens
-            tokens["cached"] += sample.prefix_cache_info.cached_tokens
-            tokens["sampled"] += sampled
-            tokens["tool"] += sample.response_length - sampled
-            if delivered:
-                tokens["trainable"] += sample.effective_response_length
-            else:
-                tokens["discarded"] += sampled
             for span in sample.spans:
                 self.span(span.name, span.duration_s)
             diverged = sample.metadata.get("divergences")
@@ -444,12 +416,8 @@ class Metrics:
             gauge.set(states[state])
         for number, place in enumerate(self._places):
             self._publish_place(str(number), place, places.get(number))
-        totals = (  # in the order of `_POOL_COUNTERS`
-            pool.retries, pool.retries_denied, pool.stale_connections, pool.ejections,
-            pool.waits, pool.pauses, pool.aborted,
-        )  # fmt: skip
-        for counter, total in zip(self._pool.values(), totals, strict=True):
-            self._follow(counter, total)
+        for of, counter in self._pool.items():
+            self._follow(counter, getattr(pool, of))
 
     def _publish_place(self, label: str, place: _Place, engine: EngineFigures | None) -> None:
         shown = (NOBODY,) * 3 if engine is None else (engine.up, engine.lag, engine.limit)

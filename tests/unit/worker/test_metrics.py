@@ -350,3 +350,20 @@ def test_requests_of_agents_are_counted_by_outcome_beside_the_open_sessions() ->
     totals = dict(re.findall(r'rollout_gateway_requests_total\{outcome="(\w+)"\} (\S+)', shown))
     assert totals == {"ok": "4.0", "refused": "2.0", "failed": "0.0", "left": "1.0"}
     assert "\nrollout_gateway_sessions 4.0\n" in shown
+
+
+def test_calls_that_leaves_share_are_counted_once() -> None:
+    given = metrics()
+    first = a_sample(turns=(((4, 5, 6), (7, 8)), ((9,), (10,)), ((11, 12), (13,))))
+    branch = a_sample(turns=(((4, 5, 6), (7, 8)), ((9,), (10, 14, 15))))
+    for leaf in (first, branch):
+        leaf.prefix_cache_info.total_prompt_tokens = 10
+        leaf.prefix_cache_info.cached_tokens = 3
+        for place, call in enumerate(leaf.calls):
+            call.rid = f"{place}" if place == 0 else f"{leaf is branch}{place}"
+    given.sample_ended("env0", StopReason.STOP, [first, branch], delivered=True)
+    text = text_of(given)
+    # The first one's 6 and 4 of 3 calls, and what stands behind the shared call in the branch.
+    for kind, count in {"prompt": 10, "cached": 3, "sampled": 7, "tool": 9}.items():
+        assert f'rollout_tokens_total{{kind="{kind}"}} {count}.0' in text
+    assert 'rollout_turns_total{env="env0"} 4.0' in text
