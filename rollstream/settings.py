@@ -426,6 +426,9 @@ class GatewayTable(Table):
     max_turns: int = Field(1024, ge=1, le=1024)
     """Calls of one line of an agent; fewer where `max_turns` of its environment (or
     `worker.max_turns`) is given and is less."""
+    max_session_tokens: int = Field(4 << 20, ge=1)
+    """Tokens that one session may hold, of all its lines (12 bytes each): prompts that begin anew
+    are held beside the earlier ones. The request behind that is refused."""
     max_in_flight: int = Field(32, ge=1)
     """Requests of one agent at once; more are told to try again."""
     max_body_bytes: int = Field(8 << 20, ge=1024)

@@ -29,6 +29,8 @@ class Answers:
 
     def __init__(self, given: GenerateInput, prompter: Prompting) -> None:
         self._given, self._prompter = given, prompter
+        self._root = given.prompt
+        """The last prompt of a root: a request that comes again holds nothing anew."""
 
     async def render(self, request: ChatRequest, place: Place) -> Context:
         """Return the tokens in front of a reply.
@@ -40,9 +42,12 @@ class Answers:
         messages = list(place.echo.messages[place.start :])
         if parent is None:
             prompt = await self._prompter.first(messages, tools)
-            known = self._given.prompt
             # Mostly the prompt of the group, which all its members hold once.
-            return Context(None, known if np.array_equal(known.ids, prompt.ids) else prompt)
+            for known in (self._given.prompt, self._root):
+                if np.array_equal(known.ids, prompt.ids):
+                    return Context(None, known)
+            self._root = prompt
+            return Context(None, prompt)
         appended = await self._prompter.append(
             self._window(parent.context),
             parent.context.sampled(),

@@ -35,7 +35,8 @@ class Stats:
     """What became of a session's requests, in whole numbers; they stand in its sample's metadata.
 
     Every token that an engine sampled is in a sample or in `dropped_tokens`:
-    `sampled_tokens == (sampled tokens of all samples, each once) + dropped_tokens`.
+    `sampled_tokens == (sampled tokens of all samples, each once) + dropped_tokens`, and once the
+    session is closed `requests == committed + joined + replayed + refused + failed + left`.
     """
 
     requests: int = 0

@@ -81,6 +81,11 @@ class Context:
         """How many tokens its own calls brought."""
         return self.num_tokens - self.num_prompt
 
+    @property
+    def num_own(self) -> int:
+        """How many tokens it holds beside its parent's."""
+        return self.num_tokens - (0 if self.parent is None else self.parent.num_tokens)
+
     def add(self, answer: Answer) -> None:
         """Append what one engine call sampled."""
         completion = answer.completion

@@ -117,7 +117,8 @@ class Places:
         """Check that a request may stand where it does.
 
         Raises:
-            Limited: the reply before it was cut, or the last that there may be.
+            Limited: the reply before it was cut, or the last that there may be; or the session
+                holds as much as it may.
             Refusal: it diverges, and the policy is `reject`.
         """
         parent, most = place.parent, self._rules.max_turns
@@ -133,6 +134,13 @@ class Places:
                 ErrorKind.INVALID,
                 f"this conversation has {parent.depth} replies and may have {most}; end here",
                 StopReason.MAX_TURNS,
+            )
+        if self._tree.num_tokens >= self._rules.max_tokens:
+            raise Limited(
+                ErrorKind.INVALID,
+                f"this session holds {self._tree.num_tokens} tokens in all its lines and may hold "
+                f"{self._rules.max_tokens} (gateway.max_session_tokens); end here",
+                StopReason.RESPONSE_LENGTH,
             )
         if (
             self._rules.kind == "linear"

@@ -60,6 +60,8 @@ class SessionRules:
     """Of trees."""
     max_turns: int = 1024
     """Replies of one line."""
+    max_tokens: int = 4 << 20
+    """Held by a session, of all its lines."""
     max_in_flight: int = 32
     """Requests at once."""
     rejoin_s: float = REJOIN_S

@@ -142,6 +142,8 @@ class Tree:
     def __init__(self, matcher: Matcher) -> None:
         self._same = matcher
         self.nodes: list[Node] = []
+        self.num_tokens = 0
+        """Held by all nodes, each once."""
         self._children: dict[int, list[Node]] = {}
         """By the parent's id, -1 for roots; nodes do not know theirs, so nothing is a cycle."""
 
@@ -250,6 +252,7 @@ class Tree:
             twins=number if twin is None else twin.id,
         )
         self.nodes.append(node)
+        self.num_tokens += context.num_own
         self._children.setdefault(-1 if parent is None else parent.id, []).append(node)
         return node
 

@@ -125,6 +125,7 @@ class Serving:
             picker=resolve_picker(table.picker),
             prompter=self._prompter,
             max_turns=min(table.max_turns, asked_turns(settings, name) or table.max_turns),
+            max_tokens=table.max_session_tokens,
             max_in_flight=table.max_in_flight,
         )
         limits = AgentLimits(table.agent_timeout_s, settings.worker.max_seq_len)

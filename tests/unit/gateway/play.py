@@ -251,6 +251,13 @@ def system(text: str) -> dict[str, str]:
     return {"role": "system", "content": text}
 
 
+def request_of(messages: Any) -> Any:
+    """Return a request that asks for nothing but a reply."""
+    from worker.gateway.types import ChatRequest
+
+    return ChatRequest(list(messages))
+
+
 def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[tuple[str, str, str]]]:
     """Return what the deltas of one reply come to."""
     content = "".join(delta.get("content", "") for delta in deltas)

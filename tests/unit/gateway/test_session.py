@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 from rollstream.errors import ContractError, EngineFault, Status, StopReason
 from tests.generate_stage import Says
 from tests.toy import A1, A2, HI, NO, O1, OK, P0, U1
-from tests.unit.gateway.play import Held, Play, echo, refused, system, user, wait_until
-from worker.gateway.book import Book
+from tests.unit.gateway.play import Play, echo, refused, request_of, system, user
 from worker.gateway.types import ErrorKind, Refusal
 from worker.sampling import call_seed
 from worker.types import DivergencePolicy
@@ -366,99 +364,6 @@ async def test_continues_goes_on_from_a_reply_by_its_id() -> None:
     await play.end()
 
 
-async def test_110_a_reply_that_was_cut_is_not_gone_on_from() -> None:
-    play = Play(Says([31, 32], "length"), Says(A2))
-    history: list[Any] = []
-    reply = await play.go_on(history, *HI, max_tokens=2)
-    assert (reply.finish, play.engine.asked[0].max_new_tokens) == ("length", 2)
-    assert play.session.ended_by is StopReason.TURN_LENGTH
-    wrong = await refused(play.ask([*history, *NO]))
-    assert wrong.kind is ErrorKind.CONFLICT
-    assert play.session.ended_by is StopReason.TURN_LENGTH
-    await play.ask(HI)  # asking again in its place is fine
-    assert play.session.ended_by is None
-    assert (await play.the_sample()).stop_reason is StopReason.STOP
-
-
-async def test_case_129_a_session_that_ends_cut_says_so() -> None:
-    play = Play(Says([31, 32], "length"))
-    history: list[Any] = []
-    await play.go_on(history, *HI)
-    assert (await refused(play.ask([*history, *NO]))).kind is ErrorKind.CONFLICT
-    sample = await play.the_sample()
-    # Below its own cap: the engine's context was the limit.
-    assert (sample.status, sample.stop_reason) == (Status.TRUNCATED, StopReason.CONTEXT_LENGTH)
-    assert sample.tokens.tolist() == [*P0, 31, 32]
-
-
-async def test_case_41_a_cut_that_the_finish_hides_is_a_cut() -> None:
-    play = Play(Says([6, 31, 32], "stop"))
-    reply = await play.ask(HI, max_tokens=3)
-    assert reply.finish == "length"
-    assert not reply.message.get("tool_calls")
-    assert (await play.the_sample()).stop_reason is StopReason.TURN_LENGTH
-
-
-async def test_a_client_lowers_the_cap_and_never_raises_it() -> None:
-    play = Play(default=lambda asked: Says(A1))
-    for asked_for, got in ((None, 64), (5, 5), (64, 64), (4096, 64)):
-        await play.ask(HI, max_tokens=asked_for)
-        assert play.engine.asked[-1].max_new_tokens == got
-    await play.end()
-
-
-async def test_a_prompt_without_room_is_refused_in_words_that_sdks_know() -> None:
-    play = Play(Says(A1), limits={"max_context": 20})
-    wrong = await refused(play.ask([user("a prompt of more than twenty ids")]))
-    assert wrong.kind is ErrorKind.TOO_LONG
-    assert "maximum context length is 20 tokens" in wrong.message
-    assert "prompt is too long" in wrong.message
-    assert play.session.ended_by is StopReason.PROMPT_TOO_LONG
-    await play.ask(HI)
-    assert play.session.ended_by is None
-    assert play.engine.asked[0].max_new_tokens == 10
-    await play.end()
-
-
-async def test_a_later_prompt_without_room_is_the_context_length() -> None:
-    play = Play(Says(A1), limits={"max_context": 20})
-    history: list[Any] = []
-    await play.go_on(history, *HI)
-    assert (await refused(play.ask([*history, *OK]))).kind is ErrorKind.TOO_LONG
-    assert play.session.ended_by is StopReason.CONTEXT_LENGTH
-    sample = await play.the_sample()
-    assert sample.tokens.tolist() == P0 + A1
-    assert sample.stop_reason is StopReason.STOP
-
-
-async def test_the_response_budget_counts_everything_behind_the_first_prompt() -> None:
-    play = Play(Says(A1), Says([30, 30], "length"), limits={"max_response": 16})
-    history: list[Any] = []
-    await play.go_on(history, *HI)
-    await play.go_on(history, *OK)
-    assert [asked.max_new_tokens for asked in play.engine.asked] == [16, 2]
-    assert (await play.the_sample()).stop_reason is StopReason.RESPONSE_LENGTH
-
-
-async def test_an_engine_whose_context_is_smaller_is_the_same_refusal() -> None:
-    play = Play(EngineFault("too long", detail="context_overflow"))
-    assert (await refused(play.ask(HI))).kind is ErrorKind.TOO_LONG
-    assert play.session.ended_by is StopReason.PROMPT_TOO_LONG
-    assert play.session.fault is None
-    await play.end()
-
-
-async def test_the_last_permitted_turn_is_the_last() -> None:
-    play = Play(Says(A1), Says(A2), Says(A2), rules={"max_turns": 2})
-    history: list[Any] = []
-    await play.go_on(history, *HI)
-    await play.go_on(history, *NO)
-    assert (await refused(play.ask([*history, *NO]))).kind is ErrorKind.INVALID
-    assert play.session.ended_by is StopReason.MAX_TURNS
-    await play.ask(history[:3])  # its last turn again
-    assert len((await play.the_sample()).calls) == 2
-
-
 async def test_32_no_call_is_one_aborted_sample() -> None:
     play = Play()
     sample = await play.the_sample()
@@ -471,126 +376,13 @@ async def test_32_no_call_is_one_aborted_sample() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("policy", list(DivergencePolicy))
-async def test_107_four_requests_at_once_on_a_fresh_session_are_all_answered(
-    policy: DivergencePolicy,
-) -> None:
-    steps = [Held(Says([40 + n, 2])) for n in range(4)]
-    play = Play(*steps, rules={"on_divergence": policy})
-    asked = [asyncio.create_task(play.ask([user(f"q{n}")])) for n in range(4)]
-    await wait_until(lambda: play.engine.in_flight == 4)
-    for step in steps:
-        step.go.set()
-    replies = await asyncio.gather(*asked)
-    assert len({reply.id for reply in replies}) == 4
-    samples = await play.end()
-    stats = play.session.stats
-    # What others committed meanwhile is no divergence: nobody could know of it.
-    assert (stats["committed"], stats["raced"], stats["divergences"]) == (4, 3, 0)
-    assert len(samples) == (4 if policy is DivergencePolicy.FORK else 1)
-    assert stats["dropped_tokens"] == (0 if policy is DivergencePolicy.FORK else 6)
-
-
-async def test_107_requests_beyond_those_that_may_be_under_way_are_told_to_wait() -> None:
-    steps = [Held(Says(A1)), Held(Says(A2))]
-    play = Play(*steps, rules={"max_in_flight": 2})
-    asked = [asyncio.create_task(play.ask([user(f"q{n}")])) for n in range(2)]
-    await wait_until(lambda: play.engine.in_flight == 2)
-    assert play.book.num_in_flight == 2
-    assert (await refused(play.ask(HI))).kind is ErrorKind.BUSY
-    for step in steps:
-        step.go.set()
-    await asyncio.gather(*asked)
-    assert play.book.num_in_flight == 0
-    await play.end()
-
-
-async def test_case_135_nothing_is_called_once_it_is_closed_and_the_sample_stays() -> None:
-    play = Play(Says(A1), Held(Says(A2)), Says(A2))
-    history: list[Any] = []
-    await play.go_on(history, *HI)
-    exchange = await play.begin([*history, *NO])
-    await wait_until(lambda: play.engine.in_flight == 1)
-    key = play.session.key
-    await asyncio.gather(play.session.close(), play.session.close())
-    assert (play.engine.cancelled, play.engine.in_flight) == (1, 0)
-    assert (await refused(exchange.reply())).kind is ErrorKind.GONE
-    with pytest.raises(Refusal) as gone:
-        play.book.find(key)
-    assert gone.value.kind is ErrorKind.GONE
-    assert (await refused(play.ask([*history, *NO]))).kind is ErrorKind.GONE
-    assert (await refused(play.session.count(_request(HI)))).kind is ErrorKind.GONE
-    sample = await play.the_sample()
-    assert sample.tokens.tolist() == P0 + A1
-    assert await play.session.collect() is sample
-    assert len(play.engine.asked) == 2
-    assert play.book.num_open == play.book.num_in_flight == 0
-
-
-async def test_case_135_closed_while_a_prompt_is_rendered_no_engine_is_called() -> None:
-    play = Play(Says(A1))
-    rendering, go = asyncio.Event(), asyncio.Event()
-    first = play.rules.prompter.first
-
-    async def slow(*args: Any) -> Any:
-        rendering.set()
-        await go.wait()
-        return await first(*args)
-
-    play.rules.prompter.first = slow  # type: ignore[method-assign]
-    asked = asyncio.create_task(refused(play.begin(HI)))
-    await rendering.wait()
-    await play.session.close()
-    go.set()
-    assert (await asked).kind is ErrorKind.GONE
-    assert play.engine.asked == []
-    assert (await play.the_sample()).stop_reason is StopReason.NO_MODEL_CALL
-
-
-async def test_case_135_closed_before_the_first_step_of_a_request_it_hears_so() -> None:
-    play = Play(Says(A1))
-    asked = asyncio.create_task(refused(play.begin(HI)))
-    await asyncio.sleep(0)  # begun, and its own task has not run yet
-    assert play.session.num_in_flight == 1
-    await play.session.close()
-    assert (await asked).kind is ErrorKind.GONE
-    assert play.engine.asked == []
-
-
-async def test_a_reply_that_was_there_when_it_closed_is_not_given_out() -> None:
-    play = Play(Says(A1))
-    exchange = await play.begin(HI)
-    await exchange.reply()
-    await play.session.close()
-    with pytest.raises(Refusal) as gone:
-        exchange.commit()
-    assert gone.value.kind is ErrorKind.GONE
-    sample = await play.the_sample()
-    assert len(sample.tokens) == 0
-    assert sample.metadata["agent"]["dropped_tokens"] == len(A1)
-
-
-async def test_an_open_session_is_not_collected() -> None:
-    with pytest.raises(ContractError):
-        await Play().session.collect()
-
-
-async def test_a_reply_is_not_committed_before_it_is_there() -> None:
-    play = Play(Held(Says(A1)))
-    exchange = await play.begin(HI)
-    with pytest.raises(ContractError):
-        exchange.commit()
-    exchange.leave()
-    await play.end()
-
-
 async def test_count_says_how_long_a_prompt_is_and_calls_nothing() -> None:
     play = Play(Says(A1))
     history: list[Any] = []
-    assert await play.session.count(_request(HI)) == len(P0)
+    assert await play.session.count(request_of(HI)) == len(P0)
     await play.go_on(history, *HI)
-    assert await play.session.count(_request([*history, *OK])) == len(P0 + A1 + O1)
-    assert await play.session.count(_request(history)) == len(P0 + A1)
+    assert await play.session.count(request_of([*history, *OK])) == len(P0 + A1 + O1)
+    assert await play.session.count(request_of(history)) == len(P0 + A1)
     assert len(play.engine.asked) == 1
     await play.end()
 
@@ -658,35 +450,6 @@ async def test_a_matcher_that_breaks_its_promise_is_our_error_and_changes_nothin
     assert len((await play.the_sample()).calls) == 1
 
 
-async def test_100_sessions_have_keys_of_32_hex_and_unknown_ones_are_named() -> None:
-    book = Book(max_tombstones=2)
-    play = Play()
-    sessions = [book.open(play.given, play.rules) for _ in range(4)]
-    keys = [session.key for session in sessions]
-    assert len(set(keys)) == 4
-    assert all(len(key) == 32 and int(key, 16) >= 0 for key in keys)
-    assert book.find(keys[0]) is sessions[0]
-    with pytest.raises(Refusal, match="session not found: session_id=nonexistent") as unknown:
-        book.find("nonexistent")
-    assert unknown.value.kind is ErrorKind.NOT_FOUND
-    for session in sessions[:3]:
-        await session.close()
-    assert book.num_open == 1
-    kinds = []
-    for key in keys[:3]:
-        with pytest.raises(Refusal) as gone:
-            book.find(key)
-        kinds.append(gone.value.kind)
-    # Of three closed ones two are remembered.
-    assert kinds == [ErrorKind.NOT_FOUND, ErrorKind.GONE, ErrorKind.GONE]
-
-
-def _request(messages: Any) -> Any:
-    from worker.gateway.types import ChatRequest
-
-    return ChatRequest(list(messages))
-
-
 def _call(play: Play, name: str) -> list[int]:
     text = f'{{"name": "{name}", "arguments": {{}}}}'
     return [6, *play.renderer.encode(text).tolist(), 7]
@@ -723,7 +486,7 @@ async def test_case_49_results_in_another_order_are_rendered_in_that_of_their_ca
     assert prompts[0] == prompts[1]
 
 
-async def test_a_message_that_cannot_be_rendered_is_named_by_its_place_in_the_request() -> None:
+async def test_a_message_that_cannot_be_rendered_is_named_by_its_place_in_therequest_of() -> None:
     play = Play(Says(A1))
     history: list[Any] = []
     await play.go_on(history, *HI)
