@@ -10,12 +10,16 @@ import secrets
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
+KEPT_RUNS = 4
+"""Folders of earlier runs that stay, this one included."""
+SAID_FINDINGS = 15
 
 
 class Report(Protocol):
@@ -31,6 +35,12 @@ class Report(Protocol):
 
     def to_json(self) -> str:
         """Return the one line."""
+
+
+class TimedReport(Report, Protocol):
+    """One that says how long it took."""
+
+    seconds: float
 
 
 def end_on_sigterm() -> None:
@@ -64,6 +74,43 @@ def new_folder(above: Path, *, kept: int) -> Path:
     folder = above / secrets.token_hex(4)
     folder.mkdir()
     return folder
+
+
+def run_proof(
+    name: str,
+    report: TimedReport,
+    prove: Callable[[Path], Sequence[object]],
+    *,
+    root: Path,
+    keeps: bool,
+    failures: tuple[type[Exception], ...],
+) -> int:
+    """Run a proof in a new folder, and print what it gave; return the exit code.
+
+    Args:
+        name: of the command.
+        report: gets its seconds.
+        prove: plays it, given the folder; returns what is wrong.
+        root: of the checkout.
+        keeps: the folder stays also where nothing is wrong.
+        failures: what it raises where it came to no end.
+    """
+    end_on_sigterm()
+    folder = new_folder(root / "out" / name, kept=KEPT_RUNS)
+    started = time.monotonic()
+    try:
+        findings = prove(folder)
+    except KeyboardInterrupt:
+        _say(f"{name}: stopped; every process that it started was ended")
+        return EXIT_INTERRUPTED
+    except failures as error:
+        _say(f"{name}: {error}\nEverything is in {folder}")
+        return EXIT_WRONG
+    report.seconds = time.monotonic() - started
+    code = conclude(name, report, findings[:SAID_FINDINGS], folder)
+    if not code and not keeps:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
 
 
 def conclude(name: str, report: Report, findings: Sequence[object], folder: Path) -> int:

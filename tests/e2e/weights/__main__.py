@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import time
 
-from tests.e2e.command import (
-    EXIT_INTERRUPTED,
-    EXIT_WRONG,
-    conclude,
-    end_on_sigterm,
-    new_folder,
-    sayer,
-)
+from tests.e2e.command import EXIT_WRONG, run_proof, sayer
 from tests.e2e.weights.options import parse
 from tests.e2e.weights.scenes import ROOT, VOCABULARY
-
-KEPT_RUNS = 4
-SAID_FINDINGS = 15
 
 
 def main() -> int:
@@ -31,22 +19,15 @@ def main() -> int:
     from tests.e2e.weights.report import Report
     from tests.e2e.weights.run import ChildFailed, SceneFailed, prove
 
-    end_on_sigterm()
-    folder = new_folder(ROOT / "out" / "weights", kept=KEPT_RUNS)
-    report, started = Report(options.least_updates), time.monotonic()
-    try:
-        findings = prove(options, folder, report, sayer(silent=options.json))
-    except KeyboardInterrupt:
-        sys.stderr.write("weights: stopped; every process that it started was ended\n")
-        return EXIT_INTERRUPTED
-    except (ChildFailed, SceneFailed) as error:
-        sys.stderr.write(f"weights: {error}\nEverything is in {folder}\n")
-        return EXIT_WRONG
-    report.seconds = time.monotonic() - started
-    code = conclude("weights", report, findings[:SAID_FINDINGS], folder)
-    if not code and not options.keep:
-        shutil.rmtree(folder, ignore_errors=True)
-    return code
+    report = Report(options.least_updates)
+    return run_proof(
+        "weights",
+        report,
+        lambda folder: prove(options, folder, report, sayer(silent=options.json)),
+        root=ROOT,
+        keeps=options.keep,
+        failures=(ChildFailed, SceneFailed),
+    )
 
 
 if __name__ == "__main__":

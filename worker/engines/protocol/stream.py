@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..faults import Detail, fault
-from .checks import UNREADABLE, check_prompt, error_text
-from .streams import Joiner, changed, error_event, no_finish, odd_event
+from .checks import UNREADABLE, check_prompt
+from .streams import NOTHING, Joiner, changed, decode_event, no_finish, odd_event
 
 if TYPE_CHECKING:
     from .http_base import Sent
@@ -61,7 +61,6 @@ _EVENT = msgspec.json.Decoder(_Event)
 _LOG_PROBS = msgspec.json.Decoder(_LogProbs)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER = msgspec.json.Encoder()
-_NOTHING = (b"", b"null")
 
 
 class SglangJoiner(Joiner):
@@ -81,7 +80,7 @@ class SglangJoiner(Joiner):
         """Take an event, and return the ids that are new in it (`Joiner.add`)."""
         event = self._read(data)
         assert event.meta_info is not None
-        if bytes(event.meta_info.finish_reason) not in _NOTHING:
+        if bytes(event.meta_info.finish_reason) not in NOTHING:
             self.is_whole, self._end, self._final = True, event, data
             return []
         given, total = event.output_ids or [], event.meta_info.completion_tokens
@@ -106,12 +105,7 @@ class SglangJoiner(Joiner):
 
     def _read(self, data: bytes) -> _Event:
         engine = self._sent.engine
-        try:
-            event = _EVENT.decode(data)
-        except UNREADABLE as error:
-            raise fault(Detail.BAD_REPLY, f"{engine}: {error}: {error_text(data)}") from None
-        if bytes(event.error) not in _NOTHING:
-            raise error_event(data, event.error, engine)
+        event = decode_event(_EVENT, data, engine)
         if event.meta_info is None or self.is_whole:
             raise odd_event(data, engine, is_late=self.is_whole)
         said = event.meta_info.id

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import aiohttp
 import httpx
@@ -221,6 +221,32 @@ def changed(engine: str, num: int) -> EngineFault:
     return fault(
         Detail.BAD_REPLY, f"{engine}: the {num} ids that a stream had said already are others now"
     )
+
+
+class _HasError(Protocol):
+    """An event of either protocol."""
+
+    error: msgspec.Raw
+
+
+E = TypeVar("E", bound=_HasError)
+NOTHING = (b"", b"null")
+"""JSON of a field that is not there."""
+
+
+def decode_event(decoder: msgspec.json.Decoder[E], data: bytes, engine: str) -> E:
+    """Return an event that is no error.
+
+    Raises:
+        EngineFault: it cannot be read, or says that the request broke.
+    """
+    try:
+        event = decoder.decode(data)
+    except UNREADABLE as error:
+        raise fault(Detail.BAD_REPLY, f"{engine}: {error}: {error_text(data)}") from None
+    if bytes(event.error) not in NOTHING:
+        raise error_event(data, event.error, engine)
+    return event
 
 
 class _Error(msgspec.Struct, gc=False):

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..faults import Detail, fault
-from .checks import UNREADABLE, error_text
-from .streams import Joiner, error_event, no_finish, odd_event
+from .streams import Joiner, decode_event, no_finish, odd_event
 from .vllm_reply import ID_PREFIXES, check_choices, check_name
 from .vllm_request import Route
 
@@ -98,12 +96,7 @@ class VllmJoiner(Joiner):
 
     def _read(self, data: bytes) -> _Event:
         engine = self._sent.engine
-        try:
-            event = _EVENT.decode(data)
-        except UNREADABLE as error:
-            raise fault(Detail.BAD_REPLY, f"{engine}: {error}: {error_text(data)}") from None
-        if bytes(event.error) != _NULL:
-            raise error_event(data, event.error, engine)
+        event = decode_event(_EVENT, data, engine)
         if event.choices is None:
             raise odd_event(data, engine, is_late=False)
         said = event.request_id if event.request_id is not None else event.id
