@@ -418,6 +418,7 @@ def proof(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_quick_proof_finds_nothing_wrong(vocabulary: Path) -> None:
     done = proof("--quick")
     assert done.returncode == 0, done.stderr
