@@ -54,6 +54,10 @@ class Session(Protocol):
         """Begin one request."""
         ...
 
+    def broke(self, error: Exception) -> None:
+        """Take note that a request met a bug of ours."""
+        ...
+
 
 class Sessions(Protocol):
     """What is asked of the book of sessions."""
@@ -173,8 +177,21 @@ class Chat:
             Refusal: nothing was sent, or (`has_begun`) the stream said so.
             ClientLeft: before the reply was given out.
         """
+        session = self._served.find(params["key"])
+        try:
+            await self._serve(wire, session)
+        except Refusal as refusal:
+            if refusal.kind is ErrorKind.INTERNAL:
+                session.broke(refusal)
+            raise
+        except ClientLeft:
+            raise
+        except Exception as error:
+            session.broke(error)
+            raise
+
+    async def _serve(self, wire: Wire, session: Session) -> None:
         served, dialect = self._served, self._dialect
-        session = served.find(params["key"])
         async with served.bodies.reading(wire.scope, wire.receive, wire.headers) as body:
             request = await served.bodies.parse(body, lambda b: dialect.parse(b, wire.headers))
             del body

@@ -55,6 +55,7 @@ from .picker import Picked, drop_retries
 from .placing import Limited, Line, Place, Places
 from .rules import SessionRules as SessionRules
 from .tree import Echo, Node, Tree
+from .troubles import Troubles
 from .types import STATUS, ChatRequest, Delta, ErrorKind, Refusal
 
 CLOSE_S = 10.0
@@ -69,8 +70,6 @@ class Session:
 
     Attributes:
         key: names it in its URL.
-        fault: what broke the last request, where that was infrastructure (or a bug of ours) and
-            nothing succeeded since.
         over: set once the sample begins anew whatever its agent still does.
     """
 
@@ -96,7 +95,7 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         """All that run, those that were told to stop too."""
         self._divergences: list[dict[str, Any]] = []
-        self.fault: EngineFault | EnvFault | None = None
+        self._troubles = Troubles()
         self.over = asyncio.Event()
         self._limit: StopReason | None = None
         self._closed = False
@@ -107,6 +106,11 @@ class Session:
     def num_in_flight(self) -> int:
         """Requests under way; a reply that waits for its retry is one."""
         return sum(max(1, job.num_open) for job in self._jobs)
+
+    @property
+    def fault(self) -> EngineFault | EnvFault | None:
+        """What broke a request and was not made good since: infrastructure, or a bug of ours."""
+        return self._troubles.newest
 
     @property
     def ended_by(self) -> StopReason | None:
@@ -142,6 +146,10 @@ class Session:
         except Refusal as refusal:
             self._note_refusal(refusal)
             raise
+        except Exception as error:
+            self._stats.failed += 1
+            self.broke(error)
+            raise
         exchange = SessionExchange(self, job, streams=request.stream)
         try:
             await exchange.prepared()
@@ -149,6 +157,13 @@ class Session:
             exchange.leave()
             raise
         return exchange
+
+    def broke(self, error: Exception) -> None:
+        """Take note that a request met a bug of ours, here or in front of the session.
+
+        Its sample is tried again, whatever the agent makes of the answer.
+        """
+        self._troubles.note_bug(EnvFault(f"the gateway failed: {describe(error)}", retryable=True))
 
     async def count(self, request: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has; nothing is called or kept.
@@ -267,14 +282,15 @@ class Session:
             self._fail(job, Refusal(ErrorKind.ENGINE, str(withheld)))
         except EngineFault as fault:
             # Without the frames that it came through, which hold this session.
-            self.fault = fault.with_traceback(None)
+            assert job.place is not None
+            self._troubles.note(job.place, fault.with_traceback(None))
             self._fail(job, Refusal(ErrorKind.ENGINE, f"no engine answered: {fault.message}"))
         except asyncio.CancelledError:
             self._fail(job, Refusal(ErrorKind.ENGINE, "the engine call was cancelled"))
             raise
         except Exception as error:  # the runner of a reply: one is not the session
             log.error("gateway_bug", session=self.key[:8], exc_info=error)
-            self.fault = EnvFault(f"the gateway failed: {describe(error)}", retryable=True)
+            self.broke(error)
             self._fail(job, Refusal(ErrorKind.INTERNAL, f"the gateway failed: {describe(error)}"))
         finally:
             job.task = None
@@ -298,7 +314,7 @@ class Session:
         self._check_open()
         if live is not None:
             live.finish(reply.message)
-        self.fault = None
+        self._troubles.heal(place)
         job.end(reply)
 
     def _fail(self, job: Job, refusal: Refusal) -> None:

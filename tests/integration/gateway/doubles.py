@@ -97,6 +97,10 @@ class DoubleSession:
         self.key = secrets.token_hex(16)
         self.acts = list(acts) or [Acts()]
         self.records: list[Record] = []
+        self.bugs: list[Exception] = []
+
+    def broke(self, error: Exception) -> None:
+        self.bugs.append(error)
 
     async def begin(self, request: ChatRequest) -> DoubleExchange:
         acts = self.acts.pop(0) if len(self.acts) > 1 else self.acts[0]

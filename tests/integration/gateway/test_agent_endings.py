@@ -14,6 +14,7 @@ from rollstream.errors import EngineFault, EnvFault, Status, StopReason, Withhel
 from rollstream.sample import Sample
 from tests.generate_stage import Says, given
 from tests.integration.gateway.stage import HELLO, Held, Script, Stage, gateway_stage, text
+from worker.gateway.dialects.openai_chat import OpenAIChat
 from worker.gateway.rules import SessionRules
 from worker.generate.agent import AgentLimits, Agents
 from worker.generate.agent_function import AgentFunction
@@ -210,6 +211,61 @@ async def test_a_bug_of_ours_is_no_agent_s_fault(qwen3: Any) -> None:
     async with gateway_stage(qwen3, breaks) as stage:
         with pytest.raises(EnvFault) as caught:
             await play(stage, agent)
+    assert caught.value.retryable
+
+
+async def test_a_fault_of_one_line_is_not_made_good_by_another_one(qwen3: Any) -> None:
+    fault = EngineFault("no engine answers", retryable=True, detail="no_engine")
+
+    async def agent(base_url: str, **_: Any) -> dict[str, Any]:
+        messages: list[Any] = list(HELLO)
+        await go_on(base_url, messages)
+        sub = await chat(base_url, [{"role": "user", "content": "You are a helper."}])
+        assert sub.status_code == 503
+        await go_on(base_url, messages)
+        return {"reward": 0.0}
+
+    async with gateway_stage(qwen3, *text(qwen3, "8"), fault, *text(qwen3, "9")) as stage:
+        with pytest.raises(EngineFault, match="no engine answers"):
+            await play(stage, agent)
+
+
+async def test_a_fault_is_made_good_by_what_goes_on_from_the_same_reply(qwen3: Any) -> None:
+    fault = EngineFault("no engine answers", retryable=True, detail="no_engine")
+
+    async def agent(base_url: str, **_: Any) -> dict[str, Any]:
+        messages: list[Any] = list(HELLO)
+        await go_on(base_url, messages)
+        assert (await chat(base_url, messages)).status_code == 503
+        await go_on(base_url, [*messages[:-1], {"role": "user", "content": "And then?"}])
+        return {"reward": 0.5}
+
+    async with gateway_stage(qwen3, *text(qwen3, "8"), fault, *text(qwen3, "9")) as stage:
+        played = await play(stage, agent)
+    assert played.only.reward == 0.5
+
+
+@pytest.mark.parametrize("where", ["matcher", "reply"])
+async def test_a_bug_in_front_of_the_call_or_behind_it_is_no_agent_s_fault(
+    qwen3: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    async def agent(base_url: str, **_: Any) -> dict[str, Any]:
+        messages: list[Any] = list(HELLO)
+        if where == "matcher":
+            await go_on(base_url, messages)
+        answer = await chat(base_url, messages)
+        assert answer.status_code == 500
+        return {"reward": 0.0}
+
+    if where == "reply":
+        monkeypatch.setattr(OpenAIChat, "reply", breaks)
+    rules = {"matcher": breaks} if where == "matcher" else {}
+    async with gateway_stage(qwen3, *text(qwen3, "8", "9")) as stage:
+        with pytest.raises(EnvFault) as caught:
+            await play(stage, agent, rules=rules)
     assert caught.value.retryable
 
 
