@@ -39,6 +39,10 @@ API_KEY = "rollstream"
 """SDKs refuse to start without a key; the session's key is in its URL, so nobody reads this one."""
 _NEUTRAL = Sampling().to_dict()
 _ALWAYS = frozenset({"temperature", "max_new_tokens"})
+_OF_SDKS = frozenset(
+    "temperature top_p max_tokens seed stop frequency_penalty presence_penalty logit_bias".split()
+)
+"""What is a parameter of chat completions as OpenAI has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +126,25 @@ def _extra_of(
 def chat_kwargs(given: GenerateInput) -> dict[str, Any]:
     """Return the sampling parameters in the words of a chat request.
 
-    The gateway pins them whatever a client sends, so what is as every API has it by default is left
-    out: SDKs refuse names that are an engine's own (`top_k`, `min_p`, `stop_token_ids`).
+    Fit for `create(**kwargs)` of the openai SDK: names that are an engine's own (`top_k`, `min_p`,
+    `stop_token_ids`, …) stand under `extra_body`, since its signature refuses them. The gateway
+    pins all of them whatever a client sends, so what is as every API has it by default is left out.
     """
     told = given.sampling.to_dict()
     closing = set(given.renderer.stop_token_ids)
     if closing.issuperset(told["stop_token_ids"]):
         told["stop_token_ids"] = _NEUTRAL["stop_token_ids"]
-    return request_kwargs(
+    words = request_kwargs(
         {
             name: value
             for name, value in told.items()
             if name in _ALWAYS or value != _NEUTRAL.get(name)
         }
     )
+    plain = {name: value for name, value in words.items() if name in _OF_SDKS}
+    if engines_own := {name: value for name, value in words.items() if name not in _OF_SDKS}:
+        plain["extra_body"] = engines_own
+    return plain
 
 
 def agent_metadata(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import threading
 import time
@@ -23,8 +24,10 @@ from rollstream.sample import Sample
 from tests.unit.generate.agents_stage import INSTANCE, Stage, an_input, run_agent
 from worker.bounded import AGENT_THREADS
 from worker.generate.agent import AgentLimits, Agents
+from worker.generate.agent_function import chat_kwargs
 from worker.generate.finish import finish
 from worker.members.work import leaves_of
+from worker.sampling import Sampling
 
 Agent = Callable[..., Any]
 
@@ -515,8 +518,27 @@ async def test_35_request_kwargs_are_a_chat_request_s_and_no_engine_s(qwen3: Any
 
     await ended(Stage(), agent, an_input(qwen3))
 
-    # Every SDK takes `create(**request_kwargs)`: `top_k`, `min_p` and the like would be refused.
     assert seen == [{"temperature": 0.7, "max_tokens": 64}]
+
+
+def test_request_kwargs_fit_the_openai_sdk_whatever_the_run_samples_with(qwen3: Any) -> None:
+    from openai.resources.chat.completions import AsyncCompletions
+
+    given = an_input(qwen3)
+    given.sampling = Sampling(
+        temperature=0.5, max_new_tokens=8, top_p=0.9, top_k=20, min_p=0.1, frequency_penalty=0.1,
+        presence_penalty=0.2, repetition_penalty=1.1, min_new_tokens=2, stop=("x",),
+        stop_token_ids=(5,), seed=3, logit_bias=((7, 1.0),),
+    )  # fmt: skip
+    told = chat_kwargs(given)
+
+    create = inspect.signature(AsyncCompletions.create)
+    create.bind(None, model="policy", messages=[], **told)
+    assert told["extra_body"] == {
+        "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
+        "stop_token_ids": [5],
+    }  # fmt: skip
+    assert (told["temperature"], told["max_tokens"], told["seed"]) == (0.5, 8, 3)
 
 
 async def test_further_arguments_are_given_by_what_the_function_takes(qwen3: Any) -> None:
