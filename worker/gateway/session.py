@@ -126,6 +126,11 @@ class Session:
         return None if newest is None else newest.cut
 
     @property
+    def refused_by(self) -> StopReason | None:
+        """The limit that refused the last request; None where it had room, cut or not."""
+        return self._limit
+
+    @property
     def stats(self) -> dict[str, int]:
         """Counts so far (`calling.Stats`)."""
         return self._stats.to_dict()
