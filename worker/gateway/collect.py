@@ -1,9 +1,10 @@
 """From the tree of a session to its samples.
 
 Owns what each sample holds and which of its tokens train. Never picks leaves, never decides how an
-agent ended. Invariant: a sample is the path of one leaf, token for token what the engine saw and
-sampled there (`Trajectory`); every kept reply trains in exactly one sample, the first that has it,
-and its mask is 0 in the others, where its calls and log-probs stay.
+agent ended: a sample ends as its last reply did, or for a picker that broke. Invariant: a sample is
+the path of one leaf, token for token what the engine saw and sampled there (`Trajectory`); every
+kept reply trains in exactly one sample, the first that has it, and its mask is 0 in the others,
+where its calls and log-probs stay.
 
 Axes: L all tokens of a path.
 """
@@ -63,6 +64,9 @@ async def assemble(
         own = [node.id for node in path if node.id not in owned]
         owned.update(own)
         reason = leaf.cut or StopReason.STOP
+        if picked.error:  # whoever reads them did not choose these leaves
+            reason = StopReason.AGENT_ERROR
+            sample.metadata |= {"error": picked.error, "error_detail": "picker"}
         sample.finish(reason, STATUS_OF[reason])
         if is_list:
             sample.metadata["tree"] = {"leaf": leaf.id, "path": [n.id for n in path], "owns": own}

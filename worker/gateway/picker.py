@@ -2,7 +2,8 @@
 
 Owns the built-in pickers, `resolve_picker`, and the checks on a function of the user's. Never
 changes a node. Invariant: what is picked are leaves of the tree, each once, at least one, in the
-order of samples: by the length of their path, the longest first, then the latest.
+order of samples: by the length of their path, the longest first, then the latest; a function that
+breaks loses nothing that was generated.
 
     drop_retries   (the default) of replies to the same request, only the one stays whose line goes
                    on the latest
@@ -23,6 +24,7 @@ from rollstream.sample import Message
 
 from ..bounded import Exited, LeakedCancel, Overdue, run_bounded
 from ..functions import describe, is_path, resolve, unknown_name
+from ..tools.text import clean
 from .tree import Node, Tree
 
 DROP_RETRIES, ALL = "drop_retries", "all"
@@ -58,6 +60,8 @@ class Picked:
     leaves: list[Node]
     """In the order of samples."""
     warnings: list[str] = field(default_factory=list)
+    error: str = ""
+    """How a function of the user's broke; the leaves are those of `drop_retries` then."""
 
 
 PickFunction: TypeAlias = Callable[[list[Leaf]], Sequence[Leaf]]
@@ -74,15 +78,16 @@ class Picker:
     async def pick(self, tree: Tree) -> Picked:
         """Return which leaves become samples.
 
-        Raises:
-            AgentFault: a function of the user's that raised, took too long, or returned other
-                things than some of its leaves, each once; says its path.
+        Of a function of the user's that raised, took too long, or returned other things than some
+        of its leaves, each once: those of `drop_retries`, with an error that says its path.
         """
-        if self.function is not None:
+        if self.function is None:
+            return Picked(in_order(tree.leaves())) if self.name == ALL else drop_retries(tree)
+        try:
             return Picked(in_order(await _asked(self.name, self.function, tree.leaves())))
-        if self.name == ALL:
-            return Picked(in_order(tree.leaves()))
-        return drop_retries(tree)
+        except AgentFault as fault:
+            kept, what = drop_retries(tree), clean(fault.message)
+            return Picked(kept.leaves, [*kept.warnings, what], f"AgentFault: {what}")
 
 
 def resolve_picker(name: str) -> Picker:
@@ -163,7 +168,7 @@ async def _asked(path: str, function: PickFunction, leaves: Sequence[Node]) -> l
     """Return what a function of the user's picks.
 
     Raises:
-        AgentFault: see `Picker.pick`.
+        AgentFault: it broke its promise (`Picker.pick`).
     """
     shown = [_leaf(node) for node in leaves]
     nodes = {id(leaf): node for leaf, node in zip(shown, leaves, strict=True)}
@@ -187,7 +192,7 @@ async def _asked(path: str, function: PickFunction, leaves: Sequence[Node]) -> l
 
 
 def _wrong(path: str, what: str) -> AgentFault:
-    return AgentFault(f"picker {path!r} {what}", detail="picker")
+    return AgentFault(f"picker {path!r} {what}")
 
 
 def _leaf(node: Node) -> Leaf:

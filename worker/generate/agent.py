@@ -4,7 +4,7 @@ Owns the life of one agent: its session, its time, what stops it, and how its tr
 reads a request or a reply: the session does. Invariants: when the function returns, raises or is
 cancelled its session is closed, so no engine call follows; what an infrastructure broke is raised
 as that fault, whatever the agent made of it, and is never a reward; what was generated is kept
-whatever the agent did.
+whatever the agent did, unless its sample begins anew.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from rollstream.errors import EngineFault, EnvFault, RolloutFault, StopReason
+from rollstream.errors import (
+    EngineFault,
+    EnvFault,
+    Report,
+    RolloutFault,
+    StopReason,
+    report_of,
+)
 from rollstream.group import Trajectory
 
 from ..bounded import AGENT_THREADS, Exited, LeakedCancel, Overdue, run_bounded
 from ..functions import describe
 from ..types import GenerateFunction, GenerateInput, GenerateOutput
 from .agent_function import AgentFunction, agent_metadata, chat_kwargs
-from .agent_result import Outcome, failed, outcome_of, write
+from .agent_result import Outcome, failed, faulted, outcome_of, with_picked, write
 from .agent_time import record_gaps
 
 ABORT_S = 5.0
@@ -52,6 +59,11 @@ class Session(Protocol):
     @property
     def ended_by(self) -> StopReason | None:
         """The limit that refused the last request, or cut the last turn; or `abort_weights`."""
+        ...
+
+    @property
+    def refused_by(self) -> StopReason | None:
+        """The limit that refused the last request."""
         ...
 
     @property
@@ -161,15 +173,22 @@ class Agents:
         if session.over.is_set():
             outcome = Outcome()  # whatever the agent made of it
         else:
-            outcome = _outcome(running) if has_ended else _overdue(spent_s)
+            outcome = _outcome(running) if has_ended else _overdue(spent_s, earlier_s)
+        trajectory = await session.collect()
+        outcome = with_picked(outcome, trajectory)
         if outcome.error:
             self._say(agent, given, outcome)
-        trajectory = await session.collect()
         if not given.evaluation:  # which records no spans
             first = trajectory[0] if isinstance(trajectory, list) else trajectory
             first.non_generation_time += record_gaps(given.spans, start_unix_s, spent_s)
         return GenerateOutput(
-            write(trajectory, outcome, row=given.sample.metadata, ended_by=session.ended_by)
+            write(
+                trajectory,
+                outcome,
+                row=given.sample.metadata,
+                ended_by=session.ended_by,
+                refused_by=session.refused_by,
+            )
         )
 
     def _start(
@@ -240,16 +259,22 @@ async def _wait(
         told.cancel()
 
 
-def _overdue(spent_s: float) -> Outcome:
+def _overdue(spent_s: float, earlier_s: float) -> Outcome:
+    """Return the outcome of an agent whose time was over, `earlier_s` before its sample's."""
     error = f"the agent did not return within {spent_s:.1f} s (gateway.agent_timeout_s)"
-    return Outcome(None, StopReason.DEADLINE, error)
+    if earlier_s <= 0:
+        error = (
+            f"the agent did not return before its sample's deadline (worker.sample_timeout_s), "
+            f"{spent_s:.1f} s after it was called"
+        )
+    return Outcome(reason=StopReason.DEADLINE, error=error)
 
 
 def _outcome(running: asyncio.Task[Any]) -> Outcome:
     """Return how an agent ended by itself, from its task, which is done.
 
     Raises:
-        RolloutFault: it raised one, which keeps its own reason.
+        RolloutFault: it raised one that nothing is kept of (`_is_passed_on`).
         MemoryError: the process's matter, not the sample's.
     """
     if running.cancelled():
@@ -257,13 +282,27 @@ def _outcome(running: asyncio.Task[Any]) -> Outcome:
     error = running.exception()
     if error is None:
         return outcome_of(running.result())
-    if isinstance(error, RolloutFault | MemoryError):
+    if isinstance(error, MemoryError):
         raise error
+    if isinstance(error, RolloutFault):
+        if _is_passed_on(error):
+            raise error
+        return faulted(error)
     if isinstance(error, LeakedCancel):
         return failed("a CancelledError leaked out of the agent")
     if isinstance(error, Exited):
         return failed(f"the agent raised {error}")
     return failed(f"the agent raised {describe(error)}")
+
+
+def _is_passed_on(fault: RolloutFault) -> bool:
+    """Return whether a fault is raised as it is, and what was generated is not kept.
+
+    Its sample begins anew; or an engine refused, which is counted over all members as what may
+    have to end the run, and is no result of a sample's.
+    """
+    report = report_of(fault.reason, retryable=fault.retryable)
+    return isinstance(fault, EngineFault) or report not in (Report.COMPLETE, Report.FINAL)
 
 
 async def _aborted(call: Any, path: str) -> None:

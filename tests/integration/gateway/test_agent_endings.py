@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from rollstream.errors import EngineFault, EnvFault, Status, StopReason, Withheld
+from rollstream.errors import EngineFault, EnvFault, Report, Status, StopReason, Withheld
 from rollstream.sample import Sample
 from tests.generate_stage import Says, given
 from tests.integration.gateway.stage import HELLO, Held, Script, Stage, gateway_stage, text
 from worker.gateway.dialects.openai_chat import OpenAIChat
+from worker.gateway.picker import resolve_picker
 from worker.gateway.rules import SessionRules
 from worker.generate.agent import AgentLimits, Agents
 from worker.generate.agent_function import AgentFunction
 from worker.generate.finish import finish
-from worker.members.work import leaves_of
+from worker.members.work import ending_of, leaves_of
 from worker.sampling import Sampling
+from worker.types import DivergencePolicy
 
 Agent = Callable[..., Any]
 
@@ -427,3 +430,86 @@ async def test_a_tree_is_a_list_whose_leaves_share_what_the_agent_gave(qwen3: An
     assert [leaf.reward for leaf in played.samples] == [1.0, 1.0]
     assert len({leaf.rollout_id for leaf in played.samples}) == 1
     assert [("agent" in leaf.metadata) for leaf in played.samples] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"kind": "tree"}, {"on_divergence": DivergencePolicy.FORK}],
+    ids=["tree", "fork"],
+)
+async def test_leaves_that_were_all_cut_are_truncated_and_have_the_agent_s_reward(
+    qwen3: Any, rules: dict[str, Any]
+) -> None:
+    cut = text(qwen3, "It is", "That is", finish="length")
+
+    async def agent(base_url: str, **_: Any) -> dict[str, Any]:
+        for question, says in zip(("One?", "Two?"), cut, strict=True):
+            asked = [{"role": "user", "content": question}]
+            answer = await chat(base_url, asked, max_tokens=len(says.ids))
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        return {"reward": {"score": 0.5}}
+
+    async with gateway_stage(qwen3, *cut) as stage:
+        played = await play(stage, agent, rules=rules)
+    assert len(played.samples) == 2
+    for leaf in played.samples:
+        assert (leaf.status, leaf.stop_reason) == (Status.TRUNCATED, StopReason.TURN_LENGTH)
+        assert leaf.reward == {"score": 0.5}
+        assert leaf.loss_mask is not None
+        assert leaf.loss_mask.sum() == leaf.num_sampled > 0
+    ending = ending_of(list(played.samples))
+    assert (ending.report, ending.stop_reason) == (Report.COMPLETE, StopReason.TURN_LENGTH)
+
+
+@pytest.mark.parametrize(("refused", "reason"), [(False, "agent_error"), (True, "turn_length")])
+async def test_only_a_cut_that_refused_the_last_request_is_why_an_agent_broke(
+    qwen3: Any, refused: bool, reason: str
+) -> None:
+    (cut,) = text(qwen3, "It is", finish="length")
+
+    async def agent(base_url: str, **_: Any) -> Any:
+        messages: list[Any] = list(HELLO)
+        await go_on(base_url, messages, max_tokens=len(cut.ids))
+        if refused:
+            assert (await chat(base_url, messages)).status_code == 409
+        raise KeyError("answer")
+
+    async with gateway_stage(qwen3, cut) as stage:
+        played = await play(stage, agent)
+    assert played.only.stop_reason == reason
+    assert played.only.num_sampled > 0
+    assert played.only.metadata["error"] == "AgentFault: the agent raised KeyError: 'answer'"
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "late", "refused"])
+async def test_a_picker_that_breaks_leaves_what_was_generated_to_no_reward(
+    qwen3: Any, how: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def pick(leaves): raise ZeroDivisionError('no leaf')\n")
+    picker = resolve_picker(f"{path}:pick")
+
+    async def agent(base_url: str, **_: Any) -> dict[str, Any]:
+        messages: list[Any] = list(HELLO)
+        await go_on(base_url, messages)
+        if how == "late":
+            await asyncio.Event().wait()
+        if how == "refused":
+            assert (await chat(base_url, messages)).status_code == 400
+        if how in ("raises", "refused"):
+            raise KeyError("answer")
+        return {"solved": True}
+
+    rules = {"kind": "tree", "picker": picker, "max_turns": 1}
+    async with gateway_stage(qwen3, *text(qwen3, "It is 8.")) as stage:
+        within = AgentLimits(2.0 if how == "late" else None)
+        played = await play(stage, agent, rules=rules, within=within)
+    sample = played.only
+    reason = StopReason.DEADLINE if how == "late" else StopReason.AGENT_ERROR
+    assert sample.stop_reason is reason
+    assert sample.num_sampled > 0
+    assert "ZeroDivisionError: no leaf" in sample.metadata["error"]
+    assert ("KeyError" in sample.metadata["error"]) == (how in ("raises", "refused"))
+    assert sample.metadata.get("solved", False) == (how == "returns")
+    report = Report.FINAL if how == "late" else Report.COMPLETE
+    assert ending_of(played.samples).report is report

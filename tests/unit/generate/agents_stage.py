@@ -33,6 +33,7 @@ class Held:
         self.given, self.key = given, secrets.token_hex(16)
         self.fault: EngineFault | None = None
         self.ended_by: StopReason | None = None
+        self.refused_by: StopReason | None = None
         self.calls = self.after_close = self.closes = 0
         self.hold: asyncio.Event | None = None
         self.over = asyncio.Event()

@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 
 from rollstream.errors import (
+    STATUS_OF,
+    AgentFault,
     EngineFault,
-    RewardFault,
+    EnvFault,
+    MergeFault,
+    RolloutFault,
     Status,
     StopReason,
     ToolFault,
+    Withheld,
 )
 from rollstream.sample import Sample
 from tests.unit.generate.agents_stage import INSTANCE, Stage, an_input, run_agent
@@ -26,7 +31,7 @@ from worker.bounded import AGENT_THREADS
 from worker.generate.agent import AgentLimits, Agents
 from worker.generate.agent_function import chat_kwargs
 from worker.generate.finish import finish
-from worker.members.work import leaves_of
+from worker.members.work import ending_of, ending_of_fault, leaves_of
 from worker.sampling import Sampling
 
 Agent = Callable[..., Any]
@@ -213,8 +218,17 @@ async def test_a_reward_of_another_type_is_a_reward_error(qwen3: Any, reward: An
     async def agent(**_: Any) -> Any:
         return {"reward": reward}
 
-    with pytest.raises(RewardFault, match="it must be a number, a dictionary or None"):
-        await run_agent(Stage(calls=1), agent, an_input(qwen3))
+    sample = await ended(Stage(calls=2), agent, an_input(qwen3))
+
+    assert (sample.stop_reason, sample.reward) == (StopReason.REWARD_ERROR, None)
+    assert sample.num_sampled == 2
+    assert sample.metadata["reward"] == reward
+    assert sample.metadata["error"].startswith("RewardFault: the agent gave the reward")
+    assert "it must be a number, a dictionary or None" in sample.metadata["error"]
+    assert sample.metadata["error_detail"] == "invalid"
+    ending = ending_of(sample)
+    assert (ending.report, ending.reason) == ("final", "reward_error")
+    assert ending.error == sample.metadata["error"]
 
 
 # --- limits and infrastructure -------------------------------------------------------------------
@@ -242,11 +256,25 @@ async def test_an_agent_that_breaks_at_a_limit_ends_for_the_limit(qwen3: Any, li
     async def agent(**_: Any) -> Any:
         raise RuntimeError("400: too long")
 
-    sample = await ended(Stage(calls=3, ended_by=limit), agent, an_input(qwen3))
+    stage = Stage(calls=3, ended_by=limit, refused_by=limit)
+    sample = await ended(stage, agent, an_input(qwen3))
 
     assert sample.stop_reason is limit
     assert sample.num_sampled == 3
     assert "400: too long" in sample.metadata["error"]
+
+
+@pytest.mark.parametrize("leaves", [1, 2])
+async def test_an_agent_that_breaks_behind_a_turn_that_was_only_cut_broke_by_itself(
+    qwen3: Any, leaves: int
+) -> None:
+    async def agent(**_: Any) -> Any:
+        raise KeyError("answer")
+
+    stage = Stage(calls=3, leaves=leaves, ended_by=StopReason.TURN_LENGTH)
+    output = await run_agent(stage, agent, an_input(qwen3))
+
+    assert [leaf.stop_reason for leaf in leaves_of(output.samples)] == ["agent_error"] * leaves
 
 
 @pytest.mark.parametrize("limit", [StopReason.CONTEXT_LENGTH, StopReason.MAX_TURNS])
@@ -304,12 +332,73 @@ async def test_an_agent_whose_sample_begins_anew_is_stopped_at_once(qwen3: Any) 
     assert len(aborts.calls) == 1
 
 
-async def test_a_fault_that_the_agent_raises_keeps_its_own_reason(qwen3: Any) -> None:
+@pytest.mark.parametrize("leaves", [1, 2])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ToolFault("no such sandbox", detail="gone"),
+        EnvFault("the task is broken"),
+        AgentFault("it gave up", retryable=True),  # which is not tried again
+        MergeFault("two histories"),
+        ToolFault("it said \ud800"),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+async def test_a_fault_that_the_agent_raises_keeps_its_reason_and_what_was_generated(
+    qwen3: Any, fault: RolloutFault, leaves: int
+) -> None:
     async def agent(**_: Any) -> Any:
-        raise ToolFault("the sandbox host is gone", retryable=True)
+        raise fault
 
-    with pytest.raises(ToolFault):
+    # A limit that refused its last request does not stand over what it says itself.
+    limit = StopReason.MAX_TURNS
+    stage = Stage(calls=2, leaves=leaves, ended_by=limit, refused_by=limit)
+    given = an_input(qwen3)
+    trajectory = finish(given.sample, await run_agent(stage, agent, given))
+
+    told = f"{type(fault).__name__}: {fault.message}".replace("\ud800", "\ufffd")
+    for leaf in leaves_of(trajectory):
+        assert (leaf.stop_reason, leaf.status) == (fault.reason, STATUS_OF[fault.reason])
+        assert leaf.num_sampled == 2
+        assert leaf.metadata["error"] == told
+        assert leaf.metadata.get("error_detail", "") == fault.detail
+    ending, raised = ending_of(trajectory), ending_of_fault(Sample(), fault)
+    for name in ("report", "stop_reason", "reason", "refused"):
+        assert getattr(ending, name) == getattr(raised, name), name
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ToolFault("the sandbox host is gone", retryable=True),
+        EnvFault("503", retryable=True),
+        Withheld(),
+        EngineFault("400"),  # is counted over all members
+    ],
+    ids=["ToolFault", "EnvFault", "Withheld", "EngineFault"],
+)
+async def test_a_fault_of_the_agent_s_that_begins_anew_is_raised_as_it_is(
+    qwen3: Any, fault: RolloutFault
+) -> None:
+    async def agent(**_: Any) -> Any:
+        raise fault
+
+    with pytest.raises(type(fault)) as caught:
         await run_agent(Stage(calls=1), agent, an_input(qwen3))
+
+    assert caught.value is fault
+
+
+async def test_an_error_with_half_a_character_is_stored_like_any_other(qwen3: Any) -> None:
+    async def agent(**_: Any) -> Any:
+        raise ValueError("cannot parse '\ud800'")
+
+    sample = await ended(Stage(calls=1), agent, an_input(qwen3))
+
+    assert sample.metadata["error"] == (
+        "AgentFault: the agent raised ValueError: cannot parse '\ufffd'"
+    )
+    assert sample.num_sampled == 1
 
 
 async def test_an_end_of_memory_is_the_process_s_matter(qwen3: Any) -> None:
@@ -355,6 +444,7 @@ async def test_an_agent_beyond_its_time_is_stopped_and_what_was_generated_is_kep
 
     assert (sample.status, sample.stop_reason) == (Status.ABORTED, StopReason.DEADLINE)
     assert "gateway.agent_timeout_s" in sample.metadata["error"]
+    assert "worker.sample_timeout_s" not in sample.metadata["error"]
     assert sample.num_sampled == 2
     assert cancelled == [1]
     (told,) = aborts.calls
@@ -369,6 +459,8 @@ async def test_an_agent_s_time_is_never_beyond_the_sample_s(qwen3: Any) -> None:
     sample = await ended(Stage(calls=1), hangs, given, limits=AgentLimits(3600.0))
 
     assert sample.stop_reason is StopReason.DEADLINE
+    assert "worker.sample_timeout_s" in sample.metadata["error"]
+    assert "gateway.agent_timeout_s" not in sample.metadata["error"]
 
 
 async def test_a_pause_moves_the_agent_s_time_with_the_sample_s(qwen3: Any) -> None:
