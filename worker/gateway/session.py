@@ -440,7 +440,6 @@ class Session:
 
         Raises:
             ContractError: it is not closed.
-            AgentFault: the picker.
             MergeFault: `replay`: rows of an engine that do not join.
         """
         if not self._closed:
