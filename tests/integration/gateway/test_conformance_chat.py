@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from rollstream.errors import Withheld
+from tests.generate_stage import check
+from tests.integration.gateway.stage import gateway_stage, text
 from tests.integration.gateway.toys import (
     Says,
     Toy,
@@ -19,7 +22,8 @@ from tests.integration.gateway.toys import (
     toy_gateway,
     until,
 )
-from tests.toy import A1, A2, HI, NO, OK, P0, U1
+from tests.scripted_engine import a_reply
+from tests.toy import A1, A2, HI, NO, OK, P0, U1, toy_renderer
 from worker.tito.backend import RenderersBackend
 from worker.tito.ids import as_ids
 
@@ -152,6 +156,24 @@ async def test_96_a_first_turn_that_failed_binds_nothing() -> None:
     assert spans_of(sample) == [(A1, 1)]
 
 
+async def test_89_a_prompt_that_does_not_begin_with_what_was_held_is_not_sent() -> None:
+    """Prompts are appended to; where a template breaks what stands there, it is a bug of ours."""
+    held = [0, 0]
+    renderer = toy_renderer(damage=lambda ids: ids if not held else [9, 9, 9, *ids[3:]])
+    async with toy_gateway(A1, A2, renderer=renderer) as toy:
+        await toy.chat()
+        for _ in list(held):
+            with pytest.raises(openai.InternalServerError, match="changed what was held") as caught:
+                await toy.chat([*HI, HELLO, *NO])
+            assert caught.value.status_code == 500
+            assert len(toy.engine.asked) == toy.session.stats["committed"] == 1
+            held.pop()
+        await toy.chat([*HI, HELLO, *NO])
+        sample = await toy.sample()
+    assert toy.engine.prompts == [P0, [*P0, *A1, *U1]]
+    assert spans_of(sample) == [(A1, 1), (U1, 0), (A2, 1)]
+
+
 async def test_90_98_a_last_turn_that_is_edited_or_dropped_is_taken_back() -> None:
     for edited in ([*HI, HELLO, *OK], [*HI, HELLO, {"role": "user", "content": "hello"}]):
         async with toy_gateway(A1, A2, [31, 2]) as toy:
@@ -198,6 +220,61 @@ async def test_99_121_strict_takes_another_spelling_for_another_turn() -> None:
         await toy.chat([*HI, message, result], tools=TOOLS)
         sample = await toy.sample()
     assert spans_of(sample) == [(A2, 1)]
+
+
+HALF = {
+    "no log-probs": a_reply(drop=["output_token_logprobs"]),
+    "no meta": a_reply(drop=["meta_info"]),
+    "one log-prob fewer": a_reply(log_probs=[-0.5] * 4),
+    "one id fewer": a_reply().replace(b"23, 92]", b"23]"),
+    "no content": a_reply(drop=["output_ids", "output_token_logprobs"]),
+    "content null": b'{"output_ids":null,'
+    + a_reply(drop=["output_ids", "output_token_logprobs"])[1:],
+}
+
+
+@pytest.mark.parametrize("half", HALF)
+async def test_102_a_reply_without_its_log_probs_or_ids_is_an_engines_fault_and_not_recorded(
+    qwen3: RenderersBackend, half: str
+) -> None:
+    (good,) = text(qwen3, "8")
+    async with gateway_stage(qwen3, good, HALF[half], good, over="http") as stage:
+        messages: list[Any] = list(HI)
+        await stage.turn(messages)
+        messages += NO
+        answer = await stage.chat(messages)
+        assert answer.status_code == 503
+        assert answer.headers["x-should-retry"] == "true"
+        assert "no engine answered" in answer.json()["error"]["message"]
+        assert stage.session.stats["committed"] == 1
+        await stage.turn(messages)
+        await stage.session.close()
+        sample = await stage.session.collect()
+        first, refused, again = stage.asked
+    assert refused.ids == again.ids
+    check(sample, [first, again], [good, good])
+    assert (sample.metadata["agent"]["failed"], sample.metadata["agent"]["committed"]) == (1, 2)
+
+
+@pytest.mark.parametrize("damage", ["logprobs_missing", "logprobs_short", "logprobs_long"])
+async def test_102_a_stream_without_its_log_probs_breaks_and_is_not_recorded(
+    qwen3: RenderersBackend, vocabulary: Path, damage: str
+) -> None:
+    async with gateway_stage(
+        qwen3, over="sim", vocabulary=str(vocabulary), sim={"latency_s": 0}
+    ) as stage:
+        ordered = await stage.sim.post("/sim/next", {"damage": [damage]})
+        assert ordered.status_code == 200, ordered.text
+        broken = await stage.chat(HI, stream=True)
+        assert stage.session.stats["committed"] == 0
+        assert "data: [DONE]" not in broken.text
+        assert "no engine answered" in broken.text
+        await stage.turn(list(HI))
+        await stage.session.close()
+        sample = await stage.session.collect()
+    sample.validate()
+    assert len(sample.calls) == 1
+    assert (sample.metadata["agent"]["failed"], sample.metadata["agent"]["committed"]) == (1, 1)
 
 
 async def test_103_a_reply_says_nothing_of_the_engine_and_has_one_server_and_date() -> None:

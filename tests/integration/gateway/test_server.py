@@ -15,7 +15,8 @@ import pytest
 
 from tests.integration.gateway.doubles import Acts, DoubleBook, a_reply, forever
 from tests.integration.gateway.raw import BODY, chunked, connected, double_stage, request
-from tests.integration.gateway.stage import HELLO, Stage, wait_until
+from tests.integration.gateway.stage import HELLO, Stage, gateway_stage, text, wait_until
+from tests.toy import toy_renderer
 from worker.gateway.limits import HttpLimits
 from worker.gateway.server import Gateway
 from worker.gateway.types import ErrorKind, Refusal
@@ -462,6 +463,27 @@ async def test_the_url_of_a_session_is_where_its_agent_reaches_it(
         assert stage.url == f"{expected}/sessions/{session.key}"
         if not public_url:
             assert (await stage.chat()).status_code == 200
+
+
+async def test_83_a_session_is_served_by_its_own_worker_and_by_no_other() -> None:
+    renderer = toy_renderer()
+    (reply,) = text(renderer, "hello")
+    async with gateway_stage(renderer) as one, gateway_stage(renderer) as two:
+        roots = [root(stage) for stage in (one, two)]
+        sessions = [(k % 2, (one, two)[k % 2].open(group_index=k)) for k in range(8)]
+        for stage in (one, two):
+            stage.engine.default = lambda _: reply
+        for place, session in sessions:
+            own, other = (one, two) if place == 0 else (two, one)
+            url = own.gateway.base_url(session.key)
+            assert url == f"{roots[place]}/sessions/{session.key}"
+            for _ in range(2):
+                assert (await own.chat(session=session)).status_code == 200
+            answer = await other.chat(session=session)
+            assert answer.status_code == 404
+            assert session.stats["committed"] == session.stats["requests"] == 2
+        assert len(set(roots)) == 2
+        assert (len(one.asked), len(two.asked)) == (8, 8)
 
 
 async def test_a_gateway_leaves_signals_and_logging_alone() -> None:
