@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.integration.gateway.doubles import Acts, DoubleBook, DoubleSession
@@ -14,6 +16,7 @@ from tests.integration.gateway.stage import HELLO, Stage, gateway_stage, wait_un
 from worker.gateway.limits import HttpLimits
 
 BODY = json.dumps({"model": "m", "messages": HELLO}).encode()
+ASKER = str(Path(__file__).with_name("asker.py"))
 STREAM = json.dumps({"model": "m", "messages": HELLO, "stream": True}).encode()
 
 
@@ -102,37 +105,49 @@ async def connect(stage: Stage) -> RawClient:
 
 @dataclass
 class Health:
-    """Health requests during an attack."""
+    """What became of the questions for health."""
 
-    asked: int = 0
     answered: int = 0
     failures: list[str] = field(default_factory=list)
+    """`late` for each that was not answered within a second; else what was answered."""
+
+    async def during(self, attack: Callable[[], Awaitable[None]], *, answers: int = 10) -> None:
+        """Attack once, and until so many questions were answered meanwhile."""
+        enough = self.answered + answers
+        await attack()
+        while self.answered < enough and not self.failures:
+            await attack()
 
 
 @contextlib.asynccontextmanager
 async def health_asked(stage: Stage) -> AsyncIterator[Health]:
-    """Ask for health on a connection of its own all the while; all must be answered."""
+    """Ask for health all the while, in a process of its own; each must be answered in a second."""
+    pipe = asyncio.subprocess.PIPE
+    asker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", ASKER, str(stage.gateway.port)), stdin=pipe, stdout=pipe
+    )
+    assert asker.stdin is not None
     health = Health()
-    url = f"http://127.0.0.1:{stage.gateway.port}/healthz"
-
-    async def ask() -> None:
-        while True:
-            health.asked += 1
-            answer = await stage.client.get(url)
-            if answer.status_code != 200 or answer.json()["status"] != "ok":
-                health.failures.append(answer.text)
-            health.answered += 1
-            await asyncio.sleep(0.005)
-
-    asking = asyncio.ensure_future(ask())
-    await wait_until(lambda: health.answered > 0 or asking.done())
+    hearing = asyncio.ensure_future(_hear(asker, health))
     try:
+        await wait_until(lambda: health.answered > 0 or hearing.done())
         yield health
-        before = health.answered
-        await wait_until(lambda: health.answered > before + 1 or asking.done())
+        asker.stdin.close()  # it asks once more
+        async with asyncio.timeout(20):
+            await hearing
     finally:
-        asking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asking
-    assert health.failures == []
-    assert health.answered >= health.asked - 1  # the last one was cut off by us
+        with contextlib.suppress(ProcessLookupError):
+            asker.kill()
+        await hearing
+        await asker.wait()
+    assert health.failures == [], f"{len(health.failures)} of {health.answered} and these"
+    assert health.answered >= 2
+
+
+async def _hear(asker: asyncio.subprocess.Process, health: Health) -> None:
+    assert asker.stdout is not None
+    while word := (await asker.stdout.readline()).decode().strip():
+        if word == "ok":
+            health.answered += 1
+        else:
+            health.failures.append(word)
