@@ -23,10 +23,11 @@ WORDS = "The quick brown fox jumps over the lazy dog, 42 times. "
 WIDE = {"max_context": 10_000_000}
 BOMBS = {
     "deep": b'{"messages":' + b"[" * 7_000_000,
-    "lists": b'{"messages":[' + b"[]," * 100_000 + b"[]]}",
+    "lists": b'{"messages":[' + b"[]," * 2_700_000 + b"[]]}",
+    "lists of lists": b'{"messages":[' + (b"[" * 100 + b"]" * 100 + b",") * 40_000 + b"[]]}",
     "messages": b'{"messages":[' + b"{}," * 300_000 + b"{}]}",
     "surrogates": b'{"messages":"' + b"\\ud800" * 300_000 + b'"}',
-    "names": b"{" + b'"a":{},' * 200_000 + b'"b":1}',
+    "names": b"{" + b'"a":{},' * 1_100_000 + b'"b":1}',
 }
 
 

@@ -17,6 +17,7 @@ from tests.integration.gateway.doubles import Acts, DoubleBook, a_reply, forever
 from tests.integration.gateway.raw import BODY, chunked, connected, double_stage, request
 from tests.integration.gateway.stage import HELLO, Stage, gateway_stage, text, wait_until
 from tests.toy import toy_renderer
+from worker.gateway.bodies import MAX_NODES
 from worker.gateway.limits import HttpLimits
 from worker.gateway.server import Gateway
 from worker.gateway.types import ErrorKind, Refusal
@@ -273,6 +274,27 @@ async def test_101_a_body_that_is_no_object_is_refused(body: bytes, said: str) -
 
     assert good.status_code == 200
     assert session.ends == [["commit"]]
+
+
+@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 400)])
+async def test_a_body_has_so_many_objects_and_lists_and_texts_may_have_any(
+    more: int, status: int
+) -> None:
+    """What is JSON or code in a text is none of them, however it is escaped."""
+    text = json.dumps({"a": [{"b\\": '["'}]}) * 40_000
+    known = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    held = 3  # the body, the list of messages, the message
+    body = json.dumps({**known, "odd": [[]] * (MAX_NODES - held - 1 + more)}).encode()
+    assert body.count(b"[") + body.count(b"{") > MAX_NODES + 100_000
+    async with double_stage() as (stage, session):
+        answer = await stage.client.post(f"{stage.url}/v1/chat/completions", content=body)
+        assert answer.status_code == status, answer.text
+        assert len(session.records) == (status == 200)
+    if more:
+        said = answer.json()["error"]["message"]
+        assert said == f"invalid JSON body: more than {MAX_NODES} objects and lists"
+    else:
+        assert session.records[0].request.messages[0]["content"] == text
 
 
 async def test_of_a_name_that_stands_there_twice_the_last_value_counts() -> None:
