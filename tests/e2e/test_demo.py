@@ -67,6 +67,7 @@ def line_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_demo_prints_one_line_and_accounts_for_every_group_and_token(vocabulary: Path) -> None:
     done = demo("--json", "--batches", "2")
     found = line_of(done)

@@ -110,6 +110,7 @@ async def test_client_leaves_no_reference_cycle_behind_a_request() -> None:
     assert found < 20, f"{found / 100:.2f} cyclic objects a request"
 
 
+@pytest.mark.slow
 async def test_client_holds_no_copy_of_a_body_while_the_request_is_in_flight() -> None:
     waiting: list[Exchange] = []
 

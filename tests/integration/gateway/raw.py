@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -121,7 +122,13 @@ class Health:
 
 @contextlib.asynccontextmanager
 async def health_asked(stage: Stage) -> AsyncIterator[Health]:
-    """Ask for health all the while, in a process of its own; each must be answered in a second."""
+    """Ask for health all the while, in a process of its own; each must be answered in a second.
+
+    What there is before is none of the collector's business meanwhile, as in a worker: the millions
+    of objects of a test process would hold its loop, and so the gateway's, for longer than that.
+    """
+    gc.collect()
+    gc.freeze()
     pipe = asyncio.subprocess.PIPE
     asker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", ASKER, str(stage.gateway.port)), stdin=pipe, stdout=pipe
@@ -140,6 +147,7 @@ async def health_asked(stage: Stage) -> AsyncIterator[Health]:
             asker.kill()
         await hearing
         await asker.wait()
+        gc.unfreeze()
     assert health.failures == [], f"{len(health.failures)} of {health.answered} and these"
     assert health.answered >= 2
 

@@ -209,7 +209,8 @@ async def test_an_engine_that_goes_away_in_mid_run_is_nobody_s_reward(
     check(samples, policy, qwen3)
 
 
-@pytest.mark.parametrize("partial", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", [True, False])
 async def test_new_weights_in_mid_run_are_no_business_of_an_agent_s(
     run: Run,
     options: Options,
