@@ -26,7 +26,7 @@ from worker.engines.sim.policy import Policy
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 GROUPS, N, AT_ONCE = 8, 2, 8
 REQUEST_TIMEOUT_S = 1.5
-REPLY_S = 0.5
+REPLY_S = 0.8
 CONTROL = {
     "sglang": (("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {})),
     "vllm": (("/pause?mode=keep", {}), ("/resume", {})),
@@ -94,6 +94,8 @@ async def test_case_76_a_pause_longer_than_a_request_may_take_costs_nothing_but_
                     group_index, N, prompt=[{"role": "user", "content": "12 and 30?"}]
                 )
             await wait_until(lambda: engine.get()["in_flight"] == AT_ONCE, what="calls in flight")
+            # Half way: what they have by then is of the weights before the pause.
+            await asyncio.sleep(REPLY_S / 2)
             await asyncio.to_thread(engine.ask, *pause)
             paused = 'rollout_engines{state="paused"}'
             await wait_until(lambda: figure(worker, paused) == 1, what="a pause that is seen")
@@ -125,8 +127,8 @@ async def test_case_76_a_pause_longer_than_a_request_may_take_costs_nothing_but_
     assert "given_back" not in counters
     found = re.findall(r'rollout_engine_requests_total\{.*outcome="(\w+)"\} ([1-9]\S*)', outcomes)
     assert found == [("stop", f"{num_calls}.0")], json.dumps(found)
-    # Before and behind it: a call that was in flight is of both (of the new one alone, where it had
-    # nothing yet), and what had waited of the new one.
+    # Before and behind it: a call that was in flight is of both (of one alone, where it had nothing
+    # yet), and what had waited is of the new one.
     versions = [{v for call in s.calls for v, a, b in call.versions if a < b} for s in samples]
     assert {1, 2} in versions
     assert versions.count({2}) >= GROUPS * N - AT_ONCE
