@@ -128,9 +128,9 @@ async def test_case_76_a_pause_longer_than_a_request_may_take_costs_nothing_but_
     found = re.findall(r'rollout_engine_requests_total\{.*outcome="(\w+)"\} ([1-9]\S*)', outcomes)
     assert found == [("stop", f"{num_calls}.0")], json.dumps(found)
     # Before and behind it: a call that was in flight is of both (of one alone, where it had nothing
-    # yet), and what had waited is of the new one.
+    # yet, or all that it was to have), and what had waited is of the new one.
     versions = [{v for call in s.calls for v, a, b in call.versions if a < b} for s in samples]
     assert {1, 2} in versions
     assert versions.count({2}) >= GROUPS * N - AT_ONCE
-    assert versions.count({1, 2}) + versions.count({2}) == GROUPS * N
+    assert all(one and one <= {1, 2} for one in versions)
     audit(Policy.load(str(vocabulary), {}, POLICY), qwen3, samples)
