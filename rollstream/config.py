@@ -26,6 +26,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from rollstream.config_keys import (
     ENV_PREFIX,
+    NAMED,
     KeyPath,
     annotation_of,
     children,
@@ -200,9 +201,9 @@ class _Layers:
         self.origins[name] = origin
 
     def _as_named(self, key: KeyPath) -> KeyPath:
-        """Give an environment table the spelling of the file: variables have no lower case."""
-        if len(key) > 1 and key[0] == "env":
-            for known in self.values.get("env", {}):
+        """Give a named table the spelling of the file: variables have no lower case."""
+        if len(key) > 1 and key[0] in NAMED:
+            for known in self.values.get(key[0], {}):
                 if known.lower() == key[1]:
                     return (key[0], known, *key[2:])
         return key
@@ -479,8 +480,8 @@ def _values(table: BaseModel, above: str = "") -> Iterator[tuple[str, Any]]:
         value, key = getattr(table, name), f"{above}{name}"
         if isinstance(value, BaseModel):
             yield from _values(value, f"{key}.")
-        elif name == "env" and not above:
-            for env, inner in value.items():
-                yield from _values(inner, f"{key}.{env}.")
+        elif name in NAMED and not above:
+            for named, inner in value.items():
+                yield from _values(inner, f"{key}.{named}.")
         else:
             yield key, value

@@ -22,7 +22,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from rollstream import settings as tables
-from rollstream.config_keys import KeyPath, all_keys
+from rollstream.config_keys import NAMED, KeyPath, all_keys
 from rollstream.masking import mask
 
 EXIT_CODES = {
@@ -98,7 +98,7 @@ def page(intro: str) -> str:
         parts += [f"### `[{_title(table)}]`", "", about, ""]
         parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for doc in keys:
-            name = ".".join(doc.key[2:] if table == "env" else doc.key[1:])
+            name = ".".join(doc.key[2:] if table in NAMED else doc.key[1:])
             cells = (f"`{name}`", doc.type, f"`{doc.default}`", doc.doc)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("")
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
 
 
 def _title(table: str) -> str:
-    return "env.NAME" if table == "env" else table
+    return f"{table}.NAME" if table in NAMED else table
 
 
 def _owner(key: KeyPath) -> type[BaseModel]:
@@ -143,7 +143,7 @@ def _owner(key: KeyPath) -> type[BaseModel]:
 
 
 def _field(key: KeyPath) -> tuple[type[BaseModel], FieldInfo]:
-    plain = tuple(part for i, part in enumerate(key) if not (key[0] == "env" and i == 1))
+    plain = tuple(part for i, part in enumerate(key) if not (key[0] in NAMED and i == 1))
     owner = _owner(plain[:-1])
     return owner, owner.model_fields[plain[-1]]
 

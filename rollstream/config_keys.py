@@ -19,6 +19,12 @@ ENV_PREFIX = "ROLLSTREAM_"
 KeyPath: TypeAlias = tuple[str, ...]
 
 
+NAMED = frozenset(
+    name for name, info in Settings.model_fields.items() if get_origin(info.annotation) is dict
+)
+"""Tables of tables: their second part is a name that the user gives (`env.NAME`)."""
+
+
 def annotation_of(key: KeyPath) -> Any:
     """Return the type of a key, or None where there is no such key."""
     here: Any = Settings
@@ -37,7 +43,7 @@ def annotation_of(key: KeyPath) -> Any:
 
 
 def all_keys(table: type[BaseModel] = Settings, above: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield every key that can be set; `NAME` stands for the name of an environment."""
+    """Yield every key that can be set; `NAME` stands for a name that the user gives."""
     for name, info in table.model_fields.items():
         here, key = plain(info.annotation), (*above, name)
         if is_table(here):
@@ -80,15 +86,15 @@ def is_settable(annotation: Any) -> bool:
 def children(key: KeyPath) -> list[str]:
     """Return the keys below a table, at most twelve."""
     depth = len(key)
-    if key[0] == "env":
-        key = ("env", "NAME", *key[2:])[: max(depth, 2)]
+    if key[0] in NAMED:
+        key = (key[0], "NAME", *key[2:])[: max(depth, 2)]
     return sorted({".".join(k[: len(key) + 1]) for k in all_keys() if k[: len(key)] == key})[:12]
 
 
 def did_you_mean(key: KeyPath, spell: Callable[[KeyPath], str] = ".".join) -> str:
     """Say which known key is nearest: the same name in another table, or a similar spelling."""
-    name = key[1] if len(key) > 2 and key[0] == "env" else "NAME"
-    known = [(k[0], name, *k[2:]) if k[0] == "env" else k for k in all_keys()]
+    name = key[1] if len(key) > 2 and key[0] in NAMED else "NAME"
+    known = [(k[0], name, *k[2:]) if k[0] in NAMED else k for k in all_keys()]
     tables = sorted({k[0] for k in known})
     same = [k for k in known if k[-1] == key[-1]]
     texts = {".".join(k): k for k in known}

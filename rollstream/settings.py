@@ -200,13 +200,32 @@ class RewardTable(Table):
     """How samples are scored."""
 
     kind: str = "math"
-    """A built-in name, `none` (the trainer scores), or a dotted path."""
+    """A built-in name (docs/rewards.md), `none` (the trainer scores), or a dotted path. Where an
+    environment names none of its own, a row's `metadata.rm_type` may name a built-in."""
     key: str | None = None
     """Which entry of a reward dictionary is the reward."""
-    isolated: tuple[str, ...] = ("math_verify",)
-    """Rewards that run in a process of their own, through the verifier."""
+    group: str = ""
+    """A function over all samples of a group, `pkg.module:name` or `PATH.py:name`, that scores
+    those which have no reward yet; needs `kind = "none"`. The aggregator calls it, before the
+    filters."""
+    isolated: tuple[str, ...] = ("math_verify", "code")
+    """Rewards that run in a process of their own, through the verifier: built-in names, and paths
+    of functions of yours."""
     timeout_s: float = Field(30.0, gt=0)
     """How long one reward may take."""
+    max_retries: int = Field(2, ge=0)
+    """How often a verdict that could not be had is asked for again; the sample itself is not
+    generated again for it."""
+    retry_backoff_s: float = Field(0.5, gt=0)
+    """First wait before that; doubles with jitter."""
+    url: str = ""
+    """With `remote`: where samples are posted to (docs/rewards.md)."""
+    token_file: Path | None = None
+    """With `remote`: a file with the bearer token (a mounted secret)."""
+    batch_size: int = Field(1, ge=1, le=1024)
+    """With `remote`: samples of one request, at most."""
+    batch_wait_s: float = Field(0.05, ge=0)
+    """With `remote`: how long a request waits for more of them."""
     isolated_share: float = Field(0.0, ge=0, le=1)
     """Share of samples that `math_verify` scores, isolated, in place of `kind`."""
 
@@ -232,6 +251,15 @@ class EnvTable(Table):
     """Its own sampling parameters, over those of `[sampling]`."""
     execute_last_turn: bool = False
     """Run the calls of the last permitted turn too; default `worker.execute_last_turn`."""
+    environment: str = ""
+    """With `generate = "env"`: what answers the model, as in `worker.environment` (its default)."""
+    on_truncated: Literal["keep", "mask", "drop"] = "keep"
+    """What becomes of samples that a limit cut; default `aggregator.on_truncated`."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of the groups, relative to the other environments'; needs `source`."""
+    source: str = ""
+    """Where its prompts come from, as in `producer.source`, which is empty then: groups of all
+    environments are mixed by `weight`."""
 
     @field_validator("sampling")
     @classmethod
@@ -254,6 +282,10 @@ class ProducerTable(Table):
     """None keeps the order of the file."""
     capacity_groups: int = Field(512, ge=1, le=1_000_000)
     """How many groups may be live at once: the back-pressure."""
+    over_sampling: float = Field(1.0, ge=1.0)
+    """Groups that may be live, over those that a step of the trainer takes: room for those that
+    filters drop. Counts where `weights.groups_per_step` and a bounded staleness set the
+    capacity."""
     on_bad_row: Literal["error", "skip"] = "error"
     """`error` stops before anything is enqueued where it can; `skip` counts the row and goes on."""
     keys: dict[str, str] = Field(default_factory=dict)
@@ -287,6 +319,17 @@ class WorkerTable(Table):
     """Longer tool results are cut; in characters, the marker of the cut included."""
     tool_output_side: Literal["middle", "left", "right"] = "middle"
     """What is cut away of a longer one: `left` keeps its end, `right` its beginning."""
+    tool_output_tokens: int | None = Field(None, ge=16)
+    """The same in tokens of the model, the marker included; none leaves it to the characters."""
+    tool_concurrency: int = Field(256, ge=1)
+    """Calls of one tool that run at once in one process; the others wait, within their time."""
+    environment: str = ""
+    """With `generate = "env"`: `reasoning_gym`, `openenv:URL`, or the path of a class or function
+    of yours that makes an environment (docs/environments.md)."""
+    max_environments: int = Field(256, ge=1)
+    """Environments that are open at once in one process; a sample waits for its own."""
+    environment_timeout_s: float = Field(60.0, gt=0)
+    """How long one `reset`, `step` or `close` of an environment may take."""
     max_parallel_calls: int = Field(64, ge=1)
     """Tool calls of one turn that are run; the model is told of the others."""
     sample_timeout_s: float = Field(3600.0, gt=0)
@@ -338,6 +381,14 @@ class AggregatorTable(Table):
     """How long one filter of the user's may take over one group; then it is `filter_error`."""
     std_threshold: float = Field(1e-6, ge=0)
     """Rewards whose deviation is not above it are `zero_std`."""
+    keep_when_insufficient: bool = False
+    """`reward_nonzero_std` keeps a group of several of which only one member is usable."""
+    on_truncated: Literal["keep", "mask", "drop"] = "keep"
+    """What becomes of samples that a limit cut: trained, delivered with no token to train, or
+    missing from their group."""
+    stop_after_dropped_batches: int = Field(10, ge=0)
+    """Batches' worth of groups that filters drop in a row, not one kept between them, that end the
+    run as failed; 0 is never. A batch is `weights.groups_per_step`, or the capacity."""
 
 
 class WeightsTable(Table):
@@ -380,6 +431,60 @@ class RqTable(Table):
     @classmethod
     def _check(cls, value: SecretStr | None) -> SecretStr | None:
         return None if value is None else _checked_url(value)
+
+
+class VerifierTable(Table):
+    """The verifier: processes that run what may hang or crash."""
+
+    processes: int = Field(1, ge=1, le=256)
+    """Jobs that one verifier runs at once when there is little to do."""
+    max_processes: int = Field(0, ge=0, le=256)
+    """How many it grows to while jobs wait; 0 is the number of cores, at least `processes`."""
+    idle_s: float = Field(30.0, gt=0)
+    """After how long without a job one of them ends again."""
+    memory_mb: int = Field(1024, ge=64)
+    """Memory of one job's process, and of each that it starts."""
+    max_programs: int = Field(32, ge=1)
+    """Processes and threads that one job may have."""
+    file_mb: int = Field(32, ge=1)
+    """Largest file that a job may write."""
+    output_chars: int = Field(16384, ge=256)
+    """Of what a program prints, so much is read; the rest is thrown away."""
+    network: bool = False
+    """Let programs use the network; off, it is taken away where the kernel allows that."""
+
+
+class ToolTable(Table):
+    """Settings of one tool, by its name in `tools`; what is not set is the worker's."""
+
+    timeout_s: float | None = Field(None, gt=0)
+    """How long one call may take."""
+    output_chars: int | None = Field(None, ge=64)
+    """Longer results are cut."""
+    output_tokens: int | None = Field(None, ge=16)
+    """The same in tokens of the model."""
+    concurrency: int | None = Field(None, ge=1)
+    """Calls that run at once in one process."""
+
+
+class McpTable(Table):
+    """One MCP server; `mcp:NAME` in `tools` is all of its tools, `mcp:NAME/TOOL` one."""
+
+    url: str = ""
+    """Of its streamable HTTP endpoint."""
+    token_file: Path | None = None
+    """A file with the bearer token (a mounted secret)."""
+    connections: int = Field(4, ge=1, le=256)
+    """Sessions with it, of one process."""
+    connect_timeout_s: float = Field(10.0, gt=0)
+    """How long a session may take to begin, at the start and when one is made anew."""
+
+    @field_validator("url")
+    @classmethod
+    def _check(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("a URL that starts with http:// or https://")
+        return value
 
 
 class TelemetryTable(Table):
@@ -468,6 +573,9 @@ class Settings(Table):
     weights: WeightsTable = WeightsTable()
     reward: RewardTable = RewardTable()
     rq: RqTable = RqTable()
+    verifier: VerifierTable = VerifierTable()
+    tool: dict[str, ToolTable] = Field(default_factory=dict)
+    mcp: dict[str, McpTable] = Field(default_factory=dict)
     telemetry: TelemetryTable = TelemetryTable()
     gateway: GatewayTable = GatewayTable()
     debug: DebugTable = DebugTable()
@@ -486,6 +594,8 @@ class Settings(Table):
             reward=self.reward,
             filters=self.aggregator.filters,
             execute_last_turn=self.worker.execute_last_turn,
+            environment=self.worker.environment,
+            on_truncated=self.aggregator.on_truncated,
         )
         if not self.env:
             return {"default": flat}

@@ -29,8 +29,10 @@ def load(*argv: str) -> Loaded:
 
 
 def test_show_gives_every_key_with_its_origin() -> None:
-    shown = json.loads(show(load("--run.seed=5", "--env.math.max_turns=3"), as_json=True))
-    keys = {".".join(key).replace("env.NAME", "env.math") for key in all_keys()}
+    named = ("--tool.calc.concurrency=2", "--mcp.docs.url=http://localhost/mcp")
+    shown = json.loads(show(load("--run.seed=5", "--env.math.max_turns=3", *named), as_json=True))
+    names = {"env": "math", "tool": "calc", "mcp": "docs"}
+    keys = {".".join(key).replace("NAME", names.get(key[0], "NAME")) for key in all_keys()}
     assert set(shown) == keys
     assert shown["run.seed"] == {"value": 5, "origin": "--run.seed"}
     assert shown["run.name"] == {"value": "demo", "origin": "default"}
