@@ -13,17 +13,18 @@ from collections import Counter
 from typing import Any
 
 from rollstream.errors import StopReason
+from rollstream.sample import Message
 
 from ..bounded import in_thread
 from ..offload import extend
 from ..telemetry.spans import timed
 from ..tito.calls import limit_calls
 from ..tito.tokenizer import LONG_IDS
-from ..tools import Observation, run_calls, tool_specs
+from ..tools import run_calls, tool_specs
 from ..tools.text import clean
 from ..types import AssistantMessage, GenerateInput, GenerateOutput, ProblemKind, ToolCall
 from .resumable import resumable
-from .rollout import LinearRollout
+from .rollout import LinearRollout, Reply
 
 _MAX_RECORDED_CHARS = 4096
 
@@ -36,11 +37,14 @@ async def multi_turn(given: GenerateInput) -> GenerateOutput:
         EngineFault: no engine answered sensibly.
         MergeFault: the family's template cannot be extended.
     """
-    return await _MultiTurn(given).run()
+    return await Turns(given).run()
 
 
-class _MultiTurn:
-    """The turns of one trajectory."""
+class Turns:
+    """The turns of one trajectory.
+
+    `environment.py` has others in place of `_call` and `_answer`.
+    """
 
     def __init__(self, given: GenerateInput) -> None:
         self.given = given
@@ -53,6 +57,7 @@ class _MultiTurn:
         self.abnormal_ends = noted("abnormal_ends", int)
 
     async def run(self) -> GenerateOutput:
+        """Run turns until one ends the trajectory; return it with its notes."""
         reason = await self._turns()
         note = self.rollout.note
         if self.calls:
@@ -71,7 +76,7 @@ class _MultiTurn:
         is_held = self.rollout.holds_whole_reply
         while True:
             if not is_held:
-                reply = await self.rollout.call()
+                reply = await self._call()
                 if reply.completion is not None:
                     self.rollout.keep_reply()
                 if reply.ended is not None or reply.completion is None:
@@ -79,7 +84,10 @@ class _MultiTurn:
             is_held = False
             message = await self._parse()
             if not message.tool_calls:
-                return StopReason.STOP
+                ended = await self._answer(message)
+                if ended is not None:
+                    return ended
+                continue
             is_last = self.rollout.turn >= limits.max_turns
             if is_last and not limits.execute_last_turn:
                 self._record(message.tool_calls, executed=False)
@@ -90,6 +98,14 @@ class _MultiTurn:
                 return ended
             if is_last:
                 return StopReason.MAX_TURNS
+
+    async def _call(self) -> Reply:
+        return await self.rollout.call()
+
+    async def _answer(self, message: AssistantMessage) -> StopReason | None:
+        """Answer a reply without calls; returns why the trajectory ends, if it does."""
+        del message
+        return StopReason.STOP
 
     async def _parse(self) -> AssistantMessage:
         trajectory, parse = self.rollout.trajectory, self.given.renderer.parse
@@ -141,13 +157,12 @@ class _MultiTurn:
         for observation in observations:
             if observation.error is not None:
                 self.errors[observation.error] += 1
-        return await self._append(observations)
+        return await self._append([observation.message for observation in observations])
 
-    async def _append(self, observations: list[Observation]) -> StopReason | None:
-        """Add the observations whole, or end the trajectory without them."""
+    async def _append(self, messages: list[Message]) -> StopReason | None:
+        """Add what the model reads next whole, or end the trajectory without it."""
         rollout, renderer = self.rollout, self.given.renderer
         trajectory = rollout.trajectory
-        messages = [observation.message for observation in observations]
         ids = await extend(
             renderer, trajectory.window(), trajectory.last_completion(), messages, self.specs
         )

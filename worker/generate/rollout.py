@@ -141,6 +141,19 @@ class LinearRollout:
         self.turn += 1
         return Reply(completion, ended)
 
+    def take_up(self, reply: Reply) -> bool:
+        """Go on with the turn of a call that was stopped; True where its reply is whole already.
+
+        Args:
+            reply: the newest, `abort_weights`.
+        """
+        if reply.completion is None:  # nothing came: its turn never began
+            return False
+        if self._is_closed(self.trajectory.last_completion()):
+            return True
+        self.turn -= 1
+        return False
+
     def _no_room(self, bound: StopReason) -> StopReason:
         if self.trajectory.response_length == 0 and bound is StopReason.CONTEXT_LENGTH:
             return StopReason.PROMPT_TOO_LONG
