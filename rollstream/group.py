@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from rollstream.errors import MemberReason, Status, StopReason
 from rollstream.sample import Prompt, Reward, Sample
@@ -73,6 +75,8 @@ class MemberHeader:
     num_turns: int = 0
     done_unix_s: float = 0.0
     attempts: int = 0
+    reward_error: str = ""
+    """Why the group's reward gave this member none, for people."""
 
     @property
     def status(self) -> Status:
@@ -92,6 +96,8 @@ class MemberHeader:
         return sum(leaf.num_sampled for leaf in self.leaves)
 
 
+DROPPED_AS_TRUNCATED = "on_truncated is drop"
+"""The error of a member that is missing because a limit cut it."""
 _BADNESS = {s: i for i, s in enumerate((Status.COMPLETED, Status.TRUNCATED, Status.PENDING,
                                         Status.ABORTED, Status.FAILED))}  # fmt: skip
 
@@ -182,53 +188,74 @@ def reward_number(reward: Reward, reward_key: str | None) -> float | None:
     return number if math.isfinite(number) else None
 
 
+OnTruncated: TypeAlias = Literal["keep", "mask", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvRule:
+    """What of an environment decides whether a member is usable; known to every process."""
+
+    reward_key: str | None = None
+    """Which entry of a reward dictionary is the reward."""
+    needs_reward: bool = True
+    """False where the trainer scores (`reward = "none"`)."""
+    group_reward: bool = False
+    """The aggregator scores, all members of a group at once."""
+    on_truncated: OnTruncated = "keep"
+    """What becomes of samples that a limit cut: `mask` delivers them with no token to train, `drop`
+    leaves their members out."""
+
+    def of_evaluation(self) -> EnvRule:
+        """Return the rule of its evaluations: nobody judges their groups, and nobody trains."""
+        needs_reward = self.needs_reward and not self.group_reward
+        return EnvRule(self.reward_key, needs_reward=needs_reward)
+
+
+_PLAIN_RULE = EnvRule()
+
+
 def judge_member(
     member: int,
     header: MemberHeader | None,
     error: tuple[str, str] | None,
-    *,
-    reward_key: str | None = None,
-    needs_reward: bool = True,
+    rule: EnvRule = _PLAIN_RULE,
 ) -> MemberView:
     """Say whether one member can be trained on, and if not, why.
 
-    Usable: completed or truncated, a verdict (unless `needs_reward` is off), at least one sampled
-    token, and one reward over all its leaves.
+    Usable: completed or truncated (unless such are dropped), a verdict (unless none is needed), at
+    least one sampled token, and one reward over all its leaves.
 
     Args:
         member: place in the group.
         header: its result, None where the queue ended it.
         error: (reason, error text) where the queue ended it.
-        reward_key: which entry of a reward dictionary counts.
-        needs_reward: False where the trainer scores (`reward = "none"`).
+        rule: of its environment.
     """
     if header is None or not header.leaves:
         reason, text = error or (MemberReason.CRASHED.value, "")
         return MemberView(member, None, None, False, Missing(member, Status.FAILED, reason, text))
-    reward = reward_number(header.reward, reward_key)
-    missing = _why_missing(member, header, reward, reward_key, needs_reward=needs_reward)
+    reward = reward_number(header.reward, rule.reward_key)
+    missing = _why_missing(member, header, reward, rule)
     return MemberView(member, header, reward, missing is None, missing)
 
 
 def _why_missing(
-    member: int,
-    header: MemberHeader,
-    reward: float | None,
-    reward_key: str | None,
-    *,
-    needs_reward: bool,
+    member: int, header: MemberHeader, reward: float | None, rule: EnvRule
 ) -> Missing | None:
     status = header.status
-    if status not in (Status.COMPLETED, Status.TRUNCATED):
+    is_dropped = status is Status.TRUNCATED and rule.on_truncated == "drop"
+    if is_dropped or status not in (Status.COMPLETED, Status.TRUNCATED):
         worst = next(leaf for leaf in header.leaves if leaf.status is status)
-        return Missing(member, status, worst.stop_reason.value if worst.stop_reason else "")
+        reason = worst.stop_reason.value if worst.stop_reason else ""
+        return Missing(member, status, reason, DROPPED_AS_TRUNCATED if is_dropped else "")
     if header.num_sampled == 0:  # never scored, so its reward says nothing
         return Missing(member, status, _why_nothing(header), "no sampled token")
-    if needs_reward:
-        if len(header.leaves) > 1 and _differ(header.leaves, reward_key):
+    if rule.needs_reward:
+        if len(header.leaves) > 1 and _differ(header.leaves, rule.reward_key):
             return _reward_error(member, "leaves of one trajectory have different rewards")
         if reward is None:
-            return _reward_error(member, "missing" if header.reward is None else "invalid")
+            missing = header.reward_error or "missing"
+            return _reward_error(member, missing if header.reward is None else "invalid")
     return None
 
 
@@ -244,18 +271,15 @@ def _differ(leaves: list[Leaf], reward_key: str | None) -> bool:
     return len({reward_number(leaf.reward, reward_key) for leaf in leaves}) > 1
 
 
+def mask_truncated(trajectory: Trajectory) -> None:
+    """Leave no token to train in the samples that a limit cut; all else of them stays."""
+    for sample in trajectory if isinstance(trajectory, list) else [trajectory]:
+        if sample.status is Status.TRUNCATED:
+            sample.loss_mask = np.zeros(sample.response_length, dtype=np.uint8)
+
+
 def _reward_error(member: int, detail: str) -> Missing:
     return Missing(member, Status.FAILED, MemberReason.REWARD_ERROR.value, detail)
-
-
-@dataclass(frozen=True, slots=True)
-class EnvRule:
-    """What of an environment decides whether a member is usable; known to every process."""
-
-    reward_key: str | None = None
-    """Which entry of a reward dictionary is the reward."""
-    needs_reward: bool = True
-    """False where the trainer scores (`reward = "none"`)."""
 
 
 @dataclass(slots=True)

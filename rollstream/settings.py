@@ -11,7 +11,7 @@ Precedence, lowest first: defaults, `rollstream.toml`, `ROLLSTREAM_<TABLE>__<KEY
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
@@ -23,6 +23,9 @@ from rollstream.urls import (
     redis_url_problem,
     with_sentinels,
 )
+
+if TYPE_CHECKING:
+    from rollstream.group import EnvRule
 
 
 class Table(BaseModel):
@@ -196,6 +199,10 @@ class SamplingTable(Table):
         return value
 
 
+NO_REWARD = "none"
+"""`reward.kind` where no sample is scored by itself: the trainer scores, or `reward.group` does."""
+
+
 class RewardTable(Table):
     """How samples are scored."""
 
@@ -207,7 +214,7 @@ class RewardTable(Table):
     group: str = ""
     """A function over all samples of a group, `pkg.module:name` or `PATH.py:name`, that scores
     those which have no reward yet; needs `kind = "none"`. The aggregator calls it, before the
-    filters."""
+    filters (docs/filters.md)."""
     isolated: tuple[str, ...] = ("math_verify", "code")
     """Rewards that run in a process of their own, through the verifier: built-in names, and paths
     of functions of yours."""
@@ -255,11 +262,32 @@ class EnvTable(Table):
     """With `generate = "env"`: what answers the model, as in `worker.environment` (its default)."""
     on_truncated: Literal["keep", "mask", "drop"] = "keep"
     """What becomes of samples that a limit cut; default `aggregator.on_truncated`."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Its share of the groups, relative to the other environments'; needs `source`."""
     source: str = ""
     """Where its prompts come from, as in `producer.source`, which is empty then: groups of all
     environments are mixed by `weight`."""
+
+    def rule(self) -> EnvRule:
+        """Return what every process of a run, the trainer too, knows of this environment.
+
+        Raises:
+            ConfigError: a group reward beside a reward of each sample.
+        """
+        from rollstream.group import EnvRule  # needs numpy, which reading a configuration does not
+
+        reward = self.reward
+        if reward.group and reward.kind != NO_REWARD:
+            raise ConfigError(
+                f"reward.group = {reward.group!r} scores the samples, but so does reward.kind = "
+                f"{reward.kind!r}: set reward.kind to {NO_REWARD!r}, or leave reward.group out"
+            )
+        return EnvRule(
+            reward_key=reward.key,
+            needs_reward=reward.kind != NO_REWARD or bool(reward.group),
+            group_reward=bool(reward.group),
+            on_truncated=self.on_truncated,
+        )
 
     @field_validator("sampling")
     @classmethod

@@ -16,19 +16,27 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import msgpack
 import numpy as np
 
 from rollstream.call_columns import decode_calls, encode_calls
 from rollstream.errors import Status, StopReason, WireError, WireTooNew
-from rollstream.group import EnvRule, Leaf, MemberHeader, PromptGroup, Trajectory
+from rollstream.group import (
+    EnvRule,
+    Leaf,
+    MemberHeader,
+    OnTruncated,
+    PromptGroup,
+    Trajectory,
+)
 from rollstream.plain import BEYOND_INT64, NUMBER, check_ints, check_kinds, read_texts
 from rollstream.sample import (
     ARRAY_DTYPES,
     SAMPLE_FIELDS,
     PrefixCacheInfo,
+    Reward,
     Sample,
     Span,
     SpecInfo,
@@ -100,12 +108,23 @@ def decode_envs(data: bytes | None) -> dict[str, EnvRule]:
         return {}
     record = _open(data, "envs")
     try:
-        return {
-            name: EnvRule(**{n: rule[n] for n in _RULE_FIELDS if n in rule})
-            for name, rule in record["envs"].items()
-        }
-    except (KeyError, TypeError, AttributeError) as error:
+        return {name: _decode_rule(rule) for name, rule in record["envs"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WireError(f"envs: {error!r}") from None
+
+
+_RULE_KINDS: dict[str, tuple[type, ...]] = {
+    "reward_key": (str, type(None)), "needs_reward": (bool,), "group_reward": (bool,),
+}  # fmt: skip
+_ON_TRUNCATED = frozenset(get_args(OnTruncated))
+
+
+def _decode_rule(record: dict[str, Any]) -> EnvRule:
+    check_kinds(record, _RULE_KINDS)
+    rule = EnvRule(**{name: record[name] for name in _RULE_FIELDS if name in record})
+    if rule.on_truncated not in _ON_TRUNCATED:
+        raise ValueError(f"on_truncated is {rule.on_truncated!r}")
+    return rule
 
 
 # --- one member's result -------------------------------------------------------------------------
@@ -140,7 +159,7 @@ def _leaf_record(sample: Sample) -> dict[str, Any]:
 
 _HEADER_KINDS: dict[str, tuple[type, ...]] = {
     "list": (bool,), "leaves": (list,), "num_turns": (int,), "done_unix_s": NUMBER,
-    "attempts": (int,),
+    "attempts": (int,), "reward_error": (str,),
 }  # fmt: skip
 _leaf_counts = operator.itemgetter("response_length", "num_tokens", "num_sampled", "num_trainable")
 
@@ -160,9 +179,33 @@ def decode_header(data: bytes) -> MemberHeader:
             num_turns=record.get("num_turns", 0),
             done_unix_s=record.get("done_unix_s", 0.0),
             attempts=record.get("attempts", 0),
+            reward_error=record.get("reward_error", ""),
         )
     except (LookupError, TypeError, ValueError) as error:
         raise WireError(f"header: {error!r}") from None
+
+
+def rewarded_header(data: bytes, reward: Reward, error: str = "") -> bytes:
+    """Return a header with the reward in every leaf that had none; all else of it stays.
+
+    Args:
+        data: what `encode_header` returned.
+        reward: of the whole trajectory; None is no verdict.
+        error: why there is none.
+
+    Raises:
+        WireError: not a record of ours, a newer one, or a reward without a wire form.
+    """
+    record = _open(data, "header")
+    try:
+        for leaf in record["leaves"]:
+            if leaf["reward"] is None:
+                leaf["reward"] = reward
+    except (LookupError, TypeError) as wrong:
+        raise WireError(f"header: {wrong!r}") from None
+    if error:
+        record["reward_error"] = error
+    return _pack(record, "header")
 
 
 def _decode_leaf(record: dict[str, Any]) -> Leaf:

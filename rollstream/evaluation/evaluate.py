@@ -112,7 +112,8 @@ def ask(
     slug = _SLUG.sub("_", name)[:64] or "eval"
     token = secrets.token_hex(4)
     ids = [f"e:{slug}-{token}:{place}" for place in range(len(groups))]
-    return Asked(name, groups, n, timeout_s, info.envs, text, ids)
+    rules = {env: rule.of_evaluation() for env, rule in info.envs.items()}
+    return Asked(name, groups, n, timeout_s, rules, text, ids)
 
 
 def _group_of(place: int, prompt: EvalPrompt, n: int, sampling: Mapping[str, Any]) -> PromptGroup:

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rollstream.errors import WireError
-from rollstream.group import EnvRule, FinishedGroup, MemberHeader, Missing, Trajectory, judge_member
+from rollstream.group import (
+    EnvRule,
+    FinishedGroup,
+    MemberHeader,
+    Missing,
+    Trajectory,
+    judge_member,
+    mask_truncated,
+)
 from rollstream.wire import decode_body, decode_header, decode_prompt
 
 if TYPE_CHECKING:
@@ -48,13 +56,7 @@ def assemble(
     oldest: int | None = None
     for member, raw in enumerate(stored.headers):
         header = None if raw is None else decode_header(raw)
-        view = judge_member(
-            member,
-            header,
-            stored.errors[member],
-            reward_key=rule.reward_key,
-            needs_reward=rule.needs_reward,
-        )
+        view = judge_member(member, header, stored.errors[member], rule)
         if header is not None and header.done_unix_s:
             waits.append(max(0.0, stored.full_unix_s - header.done_unix_s))
         if view.missing is not None or header is None:
@@ -65,6 +67,8 @@ def assemble(
             raise WireError(f"group {group_index}: the body of member {member} is gone")
         trajectory = decode_body(body, prompt, stored.texts[member] if stored.texts else None)
         _take_rewards(trajectory, header, group_index)
+        if rule.on_truncated == "mask":
+            mask_truncated(trajectory)
         samples.append(trajectory)
         for leaf in header.leaves:
             if leaf.versions is not None and (oldest is None or leaf.versions[0] < oldest):

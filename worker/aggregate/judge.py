@@ -75,14 +75,12 @@ def view_of(stored: StoredGroup, env: EnvJudge, metadata: Mapping[str, Any]) -> 
     Raises:
         WireError: a header that cannot be read.
     """
-    rule = env.rule
     members = [
         judge_member(
             i,
             decode_header(raw) if raw is not None else None,
             stored.errors[i],
-            reward_key=rule.reward_key,
-            needs_reward=rule.needs_reward,
+            env.rule,
         )
         for i, raw in enumerate(stored.headers)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.errors import STATUS_OF, StopReason
-from rollstream.group import GroupView, Leaf, MemberHeader, judge_member
+from rollstream.group import EnvRule, GroupView, Leaf, MemberHeader, judge_member
 
 DEADLINE = ("deadline", "the deadline of the group passed")
 
@@ -32,18 +32,20 @@ def header(*leaves: Leaf, is_list: bool | None = None) -> MemberHeader:
 
 def view(
     members: Sequence[MemberHeader | tuple[str, str]],
-    *,
-    reward_key: str | None = None,
-    needs_reward: bool = True,
+    **rule: Any,
 ) -> GroupView:
-    """Return a view of members: headers, or (reason, error) where the queue ended one."""
+    """Return a view of members: headers, or (reason, error) where the queue ended one.
+
+    Args:
+        members: in order.
+        rule: fields of the environment's `EnvRule`.
+    """
     judged = [
         judge_member(
             i,
             member if isinstance(member, MemberHeader) else None,
             None if isinstance(member, MemberHeader) else member,
-            reward_key=reward_key,
-            needs_reward=needs_reward,
+            EnvRule(**rule),
         )
         for i, member in enumerate(members)
     ]
