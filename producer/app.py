@@ -28,10 +28,9 @@ from .budgets import Pace, pace_of
 from .fresh import begin_fresh
 from .gate import Gate
 from .identity import fingerprint_of, opening
-from .order import Order
+from .mixture import AnyRows, Mixture, checked_of, open_rows, order_of
 from .progress import bar, follow
 from .rows import RowRules
-from .sources import Source, open_source
 from .supply import Supply, TokenLimit
 
 FIRST_CONTACT_S = 8.0
@@ -54,7 +53,7 @@ def run(loaded: Loaded, *, fresh: bool = False, force: bool = False) -> int:
     settings = loaded.settings
     pace_of(settings)  # before `--fresh` removes anything
     with ExitStack() as stack:
-        source = open_source(settings.producer.source)
+        source = open_rows(settings)
         stack.callback(source.close)
         supply = make_supply(settings, source)
         drawn = None
@@ -69,7 +68,7 @@ def run(loaded: Loaded, *, fresh: bool = False, force: bool = False) -> int:
     return 0
 
 
-def make_supply(settings: Settings, source: Source) -> Supply:
+def make_supply(settings: Settings, source: AnyRows) -> Supply:
     """Return what says which prompt belongs to which group index."""
     producer = settings.producer
     rules = RowRules(
@@ -79,15 +78,22 @@ def make_supply(settings: Settings, source: Source) -> Supply:
         timeout_s=settings.aggregator.group_timeout_s,
         max_record_bytes=settings.worker.max_body_bytes,
     )
-    order = Order(len(source), epochs=producer.epochs, shuffle_seed=producer.shuffle_seed)
+    order = order_of(settings, source)
     limit = None
     if producer.max_prompt_tokens is not None:
         limit = TokenLimit(settings.model.tokenizer, producer.max_prompt_tokens)
     skips = producer.on_bad_row == "skip"
-    return Supply(source, order, rules, skip_bad_rows=skips, token_limit=limit)
+    return Supply(
+        source,
+        order,
+        rules,
+        checked=checked_of(source),
+        skip_bad_rows=skips,
+        token_limit=limit,
+    )
 
 
-async def produce(settings: Settings, source: Source, supply: Supply, drawn: Any) -> None:
+async def produce(settings: Settings, source: AnyRows, supply: Supply, drawn: Any) -> None:
     """Open the run and produce, until done or SIGTERM."""
     redis = settings.redis
     fingerprint = fingerprint_of(settings, source)
@@ -111,6 +117,8 @@ async def produce(settings: Settings, source: Source, supply: Supply, drawn: Any
         check_startable(await first_contact(gate), settings.run.name)
         stack.push_async_callback(gate.leave)
         await say_problems(queue)
+        if isinstance(source, Mixture):
+            log.info("mixture", shares={env: round(x, 6) for env, x in source.shares.items()})
         pace = say_pace(settings, groups=supply.order.total, rows=len(source))
         beside = []
         if settings.producer.progress:

@@ -12,17 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollstream.errors import RunMismatch
-from rollstream.group import EnvRule
 from rollstream.queue.calls import ScriptCall, open_run
 from rollstream.queue.keys import SCHEMA
 from rollstream.settings import Settings
 from rollstream.wire import encode_envs
 
 from .budgets import budgets_of
-from .sources import Source
+from .sources import Rows
 
 
-def fingerprint_of(settings: Settings, source: Source) -> str:
+def fingerprint_of(settings: Settings, source: Rows) -> str:
     """Return what decides the groups of a run, as JSON that people can read."""
     producer = settings.producer
     parts: dict[str, Any] = {
@@ -42,12 +41,9 @@ def opening(settings: Settings, fingerprint: str, total: int) -> ScriptCall[list
     """Return the call that creates the run of `total` groups, or sets its budgets anew.
 
     Raises:
-        ConfigError: the budgets make no run (`budgets.pace_of`).
+        ConfigError: the budgets make no run (`budgets.pace_of`), or a reward is given twice.
     """
-    rules = {
-        name: EnvRule(reward_key=env.reward.key, needs_reward=env.reward.kind != "none")
-        for name, env in settings.envs().items()
-    }
+    rules = {name: env.rule() for name, env in settings.envs().items()}
     budgets = budgets_of(settings) | {"envs": encode_envs(rules), "total": total}
     return open_run(SCHEMA, fingerprint, budgets)
 

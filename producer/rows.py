@@ -127,6 +127,10 @@ class _Reader:
 
     def env(self) -> str:
         value, known = self.column("env"), self._rules.samples_per_prompt
+        if self._row.env:
+            if value not in (None, self._row.env):
+                raise self.bad("env", f"{value!r} in the source of {self._row.env!r}")
+            return self._row.env
         if value is None:
             if "default" in known:
                 return "default"

@@ -8,6 +8,7 @@ a crash gives the same call.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from rollstream.errors import ConfigError
 from rollstream.group import PromptGroup
 from rollstream.queue.calls import ScriptCall, enqueue, skip
 
-from .order import Order
+from .order import GroupOrder
 from .rows import RowRules, texts_of
-from .sources import BadRow, Row, Source
+from .sources import BadRow, Row, Rows
 
 SHOWN_BAD_ROWS = 10
 """More are counted only."""
@@ -31,17 +32,28 @@ class Supply:
 
     def __init__(
         self,
-        source: Source,
-        order: Order,
+        source: Rows,
+        order: GroupOrder,
         rules: RowRules,
         *,
+        checked: Sequence[range],
         skip_bad_rows: bool = False,
         token_limit: TokenLimit | None = None,
     ) -> None:
+        """Begin.
+
+        Args:
+            source: the rows.
+            order: which row a group index stands for.
+            rules: what rows are read by.
+            checked: rows that `check` reads, a range for each file or data set.
+            skip_bad_rows: count them and go on.
+            token_limit: longer prompts are skipped.
+        """
         self.order = order
         self.skipped: Counter[str] = Counter()
         """Rows by why they are not enqueued: `bad_row`, `too_long`."""
-        self._source, self._rules = source, rules
+        self._source, self._rules, self._checked = source, rules, checked
         self._skip_bad_rows, self._token_limit = skip_bad_rows, token_limit
         self._counted: set[int] = set()
 
@@ -50,26 +62,19 @@ class Supply:
 
         Raises:
             BadRow: the first bad one, with how many more there are; unless bad rows are skipped.
-            ConfigError: every one of them is bad.
+            ConfigError: every one of them is bad, or every one of one file or data set.
         """
         bad: list[BadRow] = []
         read: list[Row] = []
-        for number in range(self._source.num_checked):
-            try:
-                row = self._source.row(number)
-                if len(read) < SHOWN_BAD_ROWS:
-                    read.append(row)
-                self._rules.group(row, number)
-            except BadRow as error:
-                bad.append(error)
+        for numbers in self._checked:
+            bad_here = self._check(numbers, read)
+            if bad_here and len(bad_here) == len(numbers):
+                raise ConfigError(f"every row is bad; the first: {bad_here[0]}")
+            bad += bad_here
         unused = self._rules.unused(read)
         if unused:
             log.info("columns_unused", columns=unused[:20])
-        if not bad:
-            return
-        if len(bad) == self._source.num_checked:
-            raise ConfigError(f"every row is bad; the first: {bad[0]}")
-        if not self._skip_bad_rows:
+        if bad and not self._skip_bad_rows:
             more = len(bad) - 1
             also = f" ({more} more bad rows; the next: {bad[1].where})" if more else ""
             raise BadRow(
@@ -77,6 +82,19 @@ class Supply:
                 f"{bad[0].reason}{also}. Nothing was enqueued: mend the rows, or set "
                 "producer.on_bad_row = skip",
             )
+
+    def _check(self, numbers: range, read: list[Row]) -> list[BadRow]:
+        """Return the bad rows among `numbers`; add the first of the others to `read`."""
+        bad: list[BadRow] = []
+        for place, number in enumerate(numbers):
+            try:
+                row = self._source.row(number)
+                if place < SHOWN_BAD_ROWS:
+                    read.append(row)
+                self._rules.group(row, number)
+            except BadRow as error:
+                bad.append(error)
+        return bad
 
     def call(self, group_index: int) -> ScriptCall[str]:
         """Return the call for a group index; a repeat is counted once.

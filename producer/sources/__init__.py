@@ -41,19 +41,16 @@ class Row:
     where: str
     """For people: `prompts.jsonl:17`."""
     values: dict[str, Any]
+    env: str = ""
+    """The environment whose source it comes from; empty where rows name theirs."""
 
 
-class Source(Protocol):
-    """Rows by number."""
+class Rows(Protocol):
+    """Rows by number, of one source or of several."""
 
     @property
     def fingerprint(self) -> str:
         """Short and readable: the scheme and a hash of everything that decides the rows."""
-        ...
-
-    @property
-    def num_checked(self) -> int:
-        """How many rows (from 0) are cheap enough to be checked before anything is enqueued."""
         ...
 
     def __len__(self) -> int:
@@ -74,26 +71,35 @@ class Source(Protocol):
         ...
 
 
-def open_source(spec: str) -> Source:
-    """Open `scheme:rest`.
+class Source(Rows, Protocol):
+    """Rows of one file or data set."""
+
+    @property
+    def num_checked(self) -> int:
+        """How many rows (from 0) are cheap enough to be checked before anything is enqueued."""
+        ...
+
+
+def open_source(spec: str, key: str = "producer.source") -> Source:
+    """Open `scheme:rest`, as it stands under `key` of the configuration.
 
     Raises:
         ConfigError: no source, an unknown scheme, or what the source says is wrong with it.
     """
     scheme, colon, rest = spec.partition(":")
     if not spec:
-        raise ConfigError(
-            "producer.source is empty: give jsonl:PATH or reasoning_gym:NAME?size=…&seed=…"
-        )
+        raise ConfigError(f"{key} is empty: give jsonl:PATH or reasoning_gym:NAME?size=…&seed=…")
     opener = SCHEMES.get(scheme)
     if opener is None or not colon or not rest:
         near = difflib.get_close_matches(scheme, SCHEMES, 1)
         hint = f"; did you mean {near[0]}:…?" if near and opener is None else ""
         raise ConfigError(
-            f"producer.source = {spec!r}: expected jsonl:PATH or "
-            f"reasoning_gym:NAME?size=…&seed=…{hint}"
+            f"{key} = {spec!r}: expected jsonl:PATH or reasoning_gym:NAME?size=…&seed=…{hint}"
         )
-    return opener(rest)
+    try:
+        return opener(rest)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _open_jsonl(rest: str) -> Source:

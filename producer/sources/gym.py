@@ -38,7 +38,7 @@ class GymSource:
         self._name = name
         self._data = _create(name, parameters)
         if len(self._data) == 0:
-            raise ConfigError(f"producer.source: reasoning_gym:{name} has no rows")
+            raise ConfigError(f"reasoning_gym:{name} has no rows")
         self.num_checked = min(CHECKED_ROWS, len(self._data))
         # The version counts: a release may change what a seed gives.
         decides = [name, sorted(parameters.items()), version("reasoning-gym")]
@@ -76,11 +76,11 @@ def parse_spec(rest: str) -> tuple[str, dict[str, Any]]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        raise ConfigError(f"producer.source: reasoning_gym:{rest}: {error}") from None
+        raise ConfigError(f"reasoning_gym:{rest}: {error}") from None
     given: dict[str, Any] = {}
     for key, text in pairs:
         if key in given:
-            raise ConfigError(f"producer.source: reasoning_gym:{rest}: {key} stands twice")
+            raise ConfigError(f"reasoning_gym:{rest}: {key} stands twice")
         try:
             given[key] = json.loads(text)
         except ValueError:
@@ -90,12 +90,12 @@ def parse_spec(rest: str) -> tuple[str, dict[str, Any]]:
         value = parameters[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(
-                f"producer.source: reasoning_gym:{rest}: {key} = {value!r}: "
+                f"reasoning_gym:{rest}: {key} = {value!r}: "
                 f"expected a whole number of at least {least}"
             )
     if parameters["size"] > MAX_SIZE:
         raise ConfigError(
-            f"producer.source: reasoning_gym:{name}: size = {parameters['size']}: at most "
+            f"reasoning_gym:{name}: size = {parameters['size']}: at most "
             f"{MAX_SIZE}; producer.epochs repeats a data set"
         )
     return name, parameters
@@ -122,18 +122,18 @@ def _create(name: str, parameters: dict[str, Any]) -> Any:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
         raise ConfigError(
-            "producer.source: reasoning-gym is not installed; pip install 'rollstream[service]'"
+            "reasoning-gym is not installed; pip install 'rollstream[service]'"
         ) from None
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"producer.source: reasoning_gym has no data set {name!r}{hint}")
+        raise ConfigError(f"reasoning_gym has no data set {name!r}{hint}")
     known = [f.name for f in dataclasses.fields(DATASETS[name][1])]
     for key in parameters:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-            raise ConfigError(f"producer.source: {name} has no parameter {key!r}; {hint}")
+            raise ConfigError(f"{name} has no parameter {key!r}; {hint}")
     try:
         return create_dataset(name, **parameters)
     except Exception as error:  # noqa: BLE001 - data sets check their parameters with asserts
@@ -141,6 +141,5 @@ def _create(name: str, parameters: dict[str, Any]) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         reason = str(error) or (frames[-1].line if frames else "")
         raise ConfigError(
-            f"producer.source: reasoning_gym:{name} refuses {parameters}: "
-            f"{type(error).__name__}: {reason}"
+            f"reasoning_gym:{name} refuses {parameters}: {type(error).__name__}: {reason}"
         ) from None

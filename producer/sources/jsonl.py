@@ -42,23 +42,21 @@ class JsonlSource:
             kind = stat.S_IFMT(self.path.stat().st_mode)
             if kind not in (stat.S_IFREG, stat.S_IFDIR):
                 # Rows are read at random, and a pipe or a device may have no end.
-                raise ConfigError(f"producer.source: {path} is not a file: write the rows to one")
+                raise ConfigError(f"{path} is not a file: write the rows to one")
             # Kept open: a file that is replaced by name stays what it was for this process.
             self._file: BinaryIO = self.path.open("rb")
             self._stamp = self._stamp_now()
             digest, size = self._index()
         except OSError as error:
-            raise ConfigError(f"producer.source: {path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RuntimeError) as error:  # a null byte, the home of an unknown user
-            raise ConfigError(f"producer.source: {path!r} is no path: {error}") from None
+            raise ConfigError(f"{path!r} is no path: {error}") from None
         if (size, self._stamp) != (self._stamp[0], self._stamp_now()):
             self.close()
-            raise ConfigError(
-                f"producer.source: {path} changed while it was read; start again once it is whole"
-            )
+            raise ConfigError(f"{path} changed while it was read; start again once it is whole")
         if not self._offsets:
             self.close()
-            raise ConfigError(f"producer.source: {path} holds no rows")
+            raise ConfigError(f"{path} holds no rows")
         self.num_checked = min(CHECKED_ROWS, bisect_left(self._offsets, CHECKED_BYTES))
         self._offsets.append(size)
         self.fingerprint = f"jsonl {digest[:32]}"
@@ -76,10 +74,10 @@ class JsonlSource:
             # Blank lines may follow, so the span is no bound of the row itself.
             raw = os.pread(self._file.fileno(), min(end - start, MAX_ROW_BYTES + 2), start)
         except OSError as error:
-            raise ConfigError(f"producer.source: {where} cannot be read: {error}") from None
+            raise ConfigError(f"{where} cannot be read: {error}") from None
         if not unchanged:
             raise ConfigError(
-                f"producer.source: {self.path} changed while the run reads it; "
+                f"{self.path} changed while the run reads it; "
                 "put it back, or start another run.name with the new file"
             )
         line = raw.partition(b"\n")[0].removeprefix(_BOM if number == 0 else b"").strip()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from producer.app import make_supply
 from producer.gate import Gate
 from producer.identity import fingerprint_of, opening
-from producer.sources import open_source
+from producer.mixture import Mixture, open_rows
 from rollstream.config import load_settings
 from rollstream.queue import calls
 from rollstream.queue.calls import ScriptCall
@@ -90,8 +90,9 @@ async def producing(
         checked: rows that are read before anything is enqueued; None is all.
         name: of the process, for presence.
     """
-    source = open_source(settings.producer.source)
+    source = open_rows(settings)
     if checked is not None:
+        assert not isinstance(source, Mixture)
         source.num_checked = checked  # type: ignore[misc]  # smaller than a file
     queue = RecordingQueue.connect(settings.redis_url(), settings.run.name)
     queue.trips = []
