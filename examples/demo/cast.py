@@ -84,7 +84,7 @@ def assemble(options: Options, *, redis_url: str, run: str, folder: Path) -> Cas
         sim=None if options.urls else child("sim", *sim_command(options, sim_port), ready_url=(
             f"http://127.0.0.1:{sim_port}/model_info")),
         producer=child("producer", "producer", "--config", str(config)),
-        verifier=child("verifier", "worker.rewards.verifier", "--config", str(config)),
+        verifier=child("verifier", "worker.isolation.verifier", "--config", str(config)),
         workers=[worker(number) for number in range(1, NUM_WORKERS + 1)],
         engines=engines,
     )  # fmt: skip

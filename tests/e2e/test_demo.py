@@ -210,7 +210,7 @@ def test_demo_leaves_no_process_behind_however_it_ends(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "name"), [("worker.engines.sim", "sim"), ("worker.rewards.verifier", "verifier")]
+    ("module", "name"), [("worker.engines.sim", "sim"), ("worker.isolation.verifier", "verifier")]
 )
 def test_demo_tells_which_process_broke_and_where_its_log_is(module: str, name: str) -> None:
     process = subprocess.Popen(

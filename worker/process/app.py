@@ -47,7 +47,7 @@ from ..tito.load import LoadedRenderer, render_prompt
 from .agents import Serving, agents_of, serving
 from .following import Follower, tell
 from .heart import Heart, Role
-from .startup import build_scorers, env_judges, env_runtimes, warn_of_unseen_tools
+from .startup import build_isolated, build_scorers, env_judges, env_runtimes, warn_of_unseen_tools
 from .threads import publish_threads, watch_threads
 from .watchdog import Stalled, Watchdog
 
@@ -186,7 +186,8 @@ class Worker:
         settings = self._settings
         assert self._loading is not None
         renderer = await asyncio.wrap_future(self._loading)
-        scorers = build_scorers(settings, renderer, self.incarnation)
+        isolated = build_isolated(settings, self.incarnation)
+        scorers = build_scorers(settings, renderer, isolated)
         self._serving = serving(settings, renderer, agents_of(settings))
         agents = {} if self._serving is None else self._serving.generates
         envs = env_runtimes(settings, renderer, scorers, agents)
@@ -199,6 +200,9 @@ class Worker:
             self._view.opened(info)
             tell(self._pool, self._view)
         await self._reach_engine(self._pool)
+        if isolated is not None:
+            self._closing.push_async_callback(isolated.aclose)
+            await isolated.check()
         for scorer in scorers.values():
             if scorer is not None:
                 await scorer.start()

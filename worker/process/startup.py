@@ -27,6 +27,7 @@ from ..tools import load_tools
 from ..types import DivergencePolicy, GenerateFunction, Limits
 
 if TYPE_CHECKING:
+    from ..isolation import Isolated
     from ..rewards import Scorer as RewardScorer
     from ..tito.load import LoadedRenderer
 
@@ -156,8 +157,29 @@ def env_judges(settings: Settings) -> dict[str, EnvJudge]:
     return judges
 
 
+def build_isolated(settings: Settings, incarnation: str) -> Isolated | None:
+    """Return what all rewards and tools of this process ask verifiers through, not started.
+
+    None where nothing asks them.
+    """
+    from ..rewards import needs_isolation
+
+    if not any(needs_isolation(table.reward) for table in settings.envs().values()):
+        return None
+    from ..isolation import Isolated
+
+    rq_url = settings.rq.url
+    return Isolated(
+        redis_url=settings.redis_url(),
+        rq_url=None if rq_url is None else rq_url.get_secret_value(),
+        run=settings.run.name,
+        incarnation=incarnation,
+        ca=None if settings.redis.ca is None else str(settings.redis.ca),
+    )
+
+
 def build_scorers(
-    settings: Settings, renderer: LoadedRenderer, incarnation: str
+    settings: Settings, renderer: LoadedRenderer, isolated: Isolated | None
 ) -> dict[str, RewardScorer | None]:
     """Return every environment's scorer, not started.
 
@@ -167,21 +189,13 @@ def build_scorers(
     from ..rewards import build_scorer
 
     scorers: dict[str, RewardScorer | None] = {}
-    rq_url = settings.rq.url
     for name, table in settings.envs().items():
         if table.reward.kind == NO_REWARD:
             scorers[name] = None
             continue
         try:
             scorers[name] = build_scorer(
-                table.reward,
-                redis_url=settings.redis_url(),
-                rq_url=None if rq_url is None else rq_url.get_secret_value(),
-                run=settings.run.name,
-                incarnation=incarnation,
-                run_seed=settings.run.seed,
-                renderer=renderer,
-                ca=None if settings.redis.ca is None else str(settings.redis.ca),
+                table.reward, renderer=renderer, run_seed=settings.run.seed, isolated=isolated
             )
         except ConfigError as error:
             raise ConfigError(f"environment {name!r}: {error}") from None

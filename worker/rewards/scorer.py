@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -23,12 +24,13 @@ from rollstream.settings import RewardTable
 
 from ..bounded import LeakedCancel, Overdue, run_bounded
 from ..functions import describe, is_path, resolve, unknown_name
+from ..isolation import Isolated, IsolatedFault
 from ..types import Renderer
 from .answers import answer_of, final_text
 from .builtin import ReasoningGym, label_text, score_deterministic_random, score_math
-from .isolated import Isolated
-from .judges import JUDGES
 
+ISOLATED = ("math_verify",)
+"""Kinds that only run through a verifier."""
 BUILT_IN = ("deterministic_random", "math", "math_verify", "none", "reasoning_gym")
 SHARED_JUDGE = "math_verify"
 """What `reward.isolated_share` of the samples is scored by."""
@@ -60,49 +62,37 @@ def build_scorer(
     table: RewardTable,
     *,
     renderer: Renderer,
-    redis_url: str,
-    run: str,
-    incarnation: str,
     run_seed: int,
-    rq_url: str | None = None,
-    ca: str | None = None,
+    isolated: Isolated | None = None,
 ) -> Scorer:
     """Return the scorer that the configuration asks for.
 
     Args:
         table: of the environment.
         renderer: parses the last turn, of which rewards see the text.
-        redis_url: of the run; judgements come back through it.
-        run: its name.
-        incarnation: of this worker process; part of the inbox of judgements.
         run_seed: of the run.
-        rq_url: where jobs go; None is `redis_url`.
-        ca: CA certificate for `rediss://`.
+        isolated: where `needs_isolation(table)`; whoever made it starts and closes it.
 
     Raises:
         ConfigError: an unknown kind, or a function that cannot be found.
     """
-    unknown = [name for name in table.isolated if name not in JUDGES]
+    unknown = [n for n in table.isolated if n not in (*ISOLATED, "code") and not is_path(n)]
     if unknown:
         raise ConfigError(
-            f"reward.isolated names {unknown[0]!r}; what can run isolated is {sorted(JUDGES)}"
+            f"reward.isolated names {unknown[0]!r}; what can run isolated is {sorted(ISOLATED)}"
         )
-    isolated = None
-    if table.kind in JUDGES or table.isolated_share > 0:
-        judge = table.kind if table.kind in JUDGES else SHARED_JUDGE
+    if needs_isolation(table):
+        judge = table.kind if table.kind in ISOLATED else SHARED_JUDGE
         if judge not in table.isolated:
             raise ConfigError(
                 f"{judge} can hang or crash and only runs isolated; add it to reward.isolated"
             )
-        isolated = Isolated(
-            redis_url=redis_url,
-            rq_url=rq_url,
-            run=run,
-            incarnation=incarnation,
-            timeout_s=table.timeout_s,
-            ca=ca,
-        )
     return RewardScorer(table, renderer=renderer, run_seed=run_seed, isolated=isolated)
+
+
+def needs_isolation(table: RewardTable) -> bool:
+    """Return whether the scorer of this table asks verifiers."""
+    return table.kind in ISOLATED or table.isolated_share > 0
 
 
 class RewardScorer:
@@ -123,9 +113,7 @@ class RewardScorer:
         self._judge = self._judge_of(table.kind)
 
     async def start(self) -> None:
-        """Import reasoning-gym in the background, where it is asked for; check where jobs go."""
-        if self._isolated is not None:
-            await self._isolated.check()
+        """Import reasoning-gym in the background, where it is asked for."""
         if self._table.kind == "reasoning_gym":
             self._warming = asyncio.create_task(self._warm())
 
@@ -175,7 +163,7 @@ class RewardScorer:
             return self._random
         if kind == "reasoning_gym":
             return self._reasoning_gym
-        if kind in JUDGES:
+        if kind in ISOLATED:
             return functools.partial(self._ask, kind)
         if not is_path(kind):
             raise unknown_name(kind, "reward", list(BUILT_IN))
@@ -197,7 +185,17 @@ class RewardScorer:
     async def _ask(self, judge: str, sample: Sample) -> float:
         assert self._isolated is not None
         answer = answer_of(final_text(sample, self._renderer))
-        return await self._isolated.judge(judge, answer, label_text(sample))
+        payload = {"answer": answer, "label": label_text(sample)}
+        timeout_s = self._table.timeout_s
+        try:
+            reward = await self._isolated.call(judge, payload, timeout_s=timeout_s)
+        except IsolatedFault as fault:
+            raise RewardFault(
+                fault.message, retryable=fault.retryable, detail=fault.detail
+            ) from fault
+        if not _is_number(reward):
+            raise RewardFault(f"{judge} gave no number: {reward!r:.80}", detail="invalid")
+        return float(reward)
 
     async def _own(self, function: Callable[[Sample], Any], name: str, sample: Sample) -> Any:
         """Call a user's function, which finds the final text in the metadata."""
@@ -227,13 +225,15 @@ class RewardScorer:
             ) from error
 
     async def aclose(self) -> None:
-        """Stop waiting for imports and judgements."""
+        """Stop waiting for imports."""
         if self._warming is not None:
             self._warming.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._warming
-        if self._isolated is not None:
-            await self._isolated.aclose()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _checked(reward: Any, name: str) -> Reward:

@@ -127,7 +127,7 @@ def assemble(options: Options, folder: Path, ports: Mapping[str, int]) -> Cast:
     return Cast(
         engines=[engine(i, port) for i, port in enumerate(engine_ports)],
         producer=client("producer", "producer", "producer"),
-        verifier=client("verifier", "verifier", "worker.rewards.verifier"),
+        verifier=client("verifier", "verifier", "worker.isolation.verifier"),
         # One worker of all judges too: both ways of deployment in one run.
         workers=[
             worker(name, "worker", "all" if name == "worker-1" else "rollout")

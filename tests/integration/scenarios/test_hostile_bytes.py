@@ -31,7 +31,7 @@ from tests.builders import a_prompt
 from tests.integration.worker.parts import Run, a_run
 from tests.integration.worker.parts import wait_until as wait_in_loop
 from worker.aggregate.loader import LoadedFilter
-from worker.rewards.judges import QUEUE
+from worker.isolation.messages import QUEUE
 
 INFLATED = 300 << 20
 """More than a text may be."""
@@ -216,7 +216,7 @@ def test_verifier_refuses_hostile_jobs_and_judges_the_others(
         log = tmp_path / "verifier.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "worker.rewards.verifier", "--redis.url", server.url],
+                [sys.executable, "-m", "worker.isolation.verifier", "--redis.url", server.url],
                 stderr=out,
                 preexec_fn=die_with_parent,
             )
@@ -233,8 +233,8 @@ def test_verifier_refuses_hostile_jobs_and_judges_the_others(
                 client.rpush(f"rq:queue:{QUEUE}", job)
             wait_until(lambda: client.llen(f"rq:queue:{QUEUE}") == 0, 12)
             judged = json.dumps(["math_verify", None, [], {
-                "run": "r", "inbox": "i", "token": "t", "answer": "2", "label": "2",
-                "timeout_s": 5.0,
+                "run": "r", "inbox": "i", "token": "t", "timeout_s": 5.0,
+                "payload": {"answer": "2", "label": "2"},
             }])  # fmt: skip
             client.hset(
                 "rq:job:good",

@@ -21,7 +21,7 @@ from tests.integration.producer.scene import rows_file
 from tests.integration.worker.parts import Parts
 from tests.integration.worker.processes import start
 from tests.proxy import Proxy
-from worker.rewards.isolated import Isolated
+from worker.isolation import Isolated
 
 from .servers import MASTER, Sentinel, answers, told
 
@@ -159,13 +159,12 @@ async def test_jobs_of_isolated_rewards_need_no_more_than_their_user(
     jobs = add_user(server, "jobs", run_name, line=1)
     close_to_others(server)
     log = tmp_path / "verifier.log"
-    process = start("worker.rewards.verifier", "--redis.url", ours, "--rq.url", jobs, log=log)
-    isolated = Isolated(
-        redis_url=ours, rq_url=jobs, run=run_name, incarnation="0123456789ab", timeout_s=10.0
-    )
+    process = start("worker.isolation.verifier", "--redis.url", ours, "--rq.url", jobs, log=log)
+    isolated = Isolated(redis_url=ours, rq_url=jobs, run=run_name, incarnation="0123456789ab")
     try:
         await asyncio.to_thread(wait_until, lambda: "verifier_ready" in log.read_text(), 15)
-        assert await isolated.judge("math_verify", "8", "8") == 1.0
+        payload = {"answer": "8", "label": "8"}
+        assert await isolated.call("math_verify", payload, timeout_s=10.0) == 1.0
     finally:
         await isolated.aclose()
         process.kill()

@@ -223,7 +223,7 @@ def test_the_verifier_says_that_rq_needs_a_server_of_its_own(
     elsewhere: str, valkey_url: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    process = start("worker.rewards.verifier", "--redis.url", elsewhere, log=log)
+    process = start("worker.isolation.verifier", "--redis.url", elsewhere, log=log)
     try:
         assert process.wait(45) == 2
     finally:

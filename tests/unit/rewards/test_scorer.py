@@ -22,14 +22,7 @@ GROUP = a_prompt()
 
 
 def scorer_of(renderer: Any, kind: str, *, run_seed: int = 0, **table: Any) -> Scorer:
-    return build_scorer(
-        RewardTable(kind=kind, **table),
-        renderer=renderer,
-        redis_url="redis://127.0.0.1:1",
-        run="demo",
-        incarnation="0123456789ab",
-        run_seed=run_seed,
-    )
+    return build_scorer(RewardTable(kind=kind, **table), renderer=renderer, run_seed=run_seed)
 
 
 def replied(renderer: Any, text: str, *, label: Any = "8", **fields: Any) -> Sample:

@@ -7,11 +7,12 @@ import signal
 
 import pytest
 
+from rollstream.errors import RewardFault
 from rollstream.group import PromptGroup, Trajectory
 from tests.integration.worker.parts import a_run
-from worker.rewards.isolated import Isolated
+from worker.isolation import IsolatedFault
 
-from .test_isolated import HANGS, asking, children, end, start_verifier, until
+from .parts import HANGS, Asker, asking, children, end, start_verifier, until
 
 pytestmark = [pytest.mark.xdist_group("verifier"), pytest.mark.timeout(120)]
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.xdist_group("verifier"), pytest.mark.timeout(120)]
 class ByVerifier:
     """Scores through a real verifier; the first attempt's answer hangs there."""
 
-    def __init__(self, isolated: Isolated) -> None:
+    def __init__(self, isolated: Asker) -> None:
         self._isolated = isolated
         self.asked = 0
 
@@ -27,7 +28,10 @@ class ByVerifier:
         assert not isinstance(trajectory, list)
         self.asked += 1
         answer = HANGS if self.asked == 1 else "8"
-        trajectory.reward = await self._isolated.judge("math_verify", answer, "8")
+        try:
+            trajectory.reward = await self._isolated.judge(answer, "8")
+        except IsolatedFault as fault:
+            raise RewardFault(fault.message, retryable=fault.retryable) from fault
 
 
 async def test_a_sample_whose_judge_is_killed_is_tried_again_and_lands(

@@ -1,13 +1,13 @@
-"""The verifier: an RQ worker that runs judges, each in a process that is killed when overdue.
+"""The verifier: an RQ worker that runs jobs, each in a process that is killed when overdue.
 
-    python -m worker.rewards.verifier [--redis.url URL] [--rq.url URL]
+    python -m worker.isolation.verifier [--redis.url URL] [--rq.url URL]
 
-Owns the fork, the kill of its process group, and the word to the waiting worker when a judge died.
-Never runs a judge itself, never imports what a job names (`JUDGES` is the closed table), never
-serves a second queue. Invariant: every job ends within its `timeout_s` plus a moment, and its end
-is told: by the judge, or by this process where the judge cannot.
+Owns the fork, the kill of its process group, and the word to the waiting worker when a job died.
+Never runs a job itself, never imports what a message names (`table` is closed), never serves a
+second queue. Invariant: every job ends within its `timeout_s` plus a moment, and its end is told:
+by the job, or by this process where the job cannot.
 
-SIGTERM ends it after the judge that runs, which is bounded; an outage of Redis does not end it.
+SIGTERM ends it after the job that runs, which is bounded; an outage of Redis does not end it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import redis
@@ -34,12 +34,15 @@ from rq.job import Job
 from rollstream import logs
 from rollstream.config import Loaded, run_app
 from rollstream.queue.connection import Reach, refuse_cluster
+from rollstream.settings import Settings
 
-from .judges import JUDGES, QUEUE, failure, inbox_key, judge, warm
+from .messages import MAX_TIMEOUT_S, QUEUE, failure, inbox_key
+from .place import Place, settle
+from .table import Job as Entry
+from .table import perform, table_of, warm
 
-PROG = "python -m worker.rewards.verifier"
+PROG = "python -m worker.isolation.verifier"
 INBOX_TTL_S = 600
-MAX_TIMEOUT_S = 600.0
 MAX_JOB_BYTES = 64 << 20
 """Of a job's record, inflated; RQ itself inflates whatever it finds."""
 _SOCKET_TIMEOUT_S = 5.0
@@ -49,7 +52,7 @@ log = structlog.get_logger("verifier")
 
 
 class Inboxes:
-    """Pushes judgements to the lists that workers read."""
+    """Pushes results to the lists that workers read."""
 
     def __init__(self, url: str, ca: str | None = None) -> None:
         self._url, self._ca = url, ca
@@ -65,7 +68,7 @@ class Inboxes:
             pipeline.execute()
 
 
-class JudgeJob(Job):  # type: ignore[misc]  # rq has no types
+class TableJob(Job):  # type: ignore[misc]  # rq has no types
     """A job whose function is an entry of the closed table, and that calls nothing else.
 
     RQ's own class imports any dotted path that a job names: its function, its callbacks, its
@@ -73,18 +76,15 @@ class JudgeJob(Job):  # type: ignore[misc]  # rq has no types
     """
 
     inboxes: Inboxes
+    table: Mapping[str, Entry]
 
     @property
     def func(self) -> Callable[..., None]:
-        """The judge that the job names.
-
-        Raises:
-            ValueError: no such judge.
-        """
-        name = self.func_name
-        if name not in JUDGES or self.instance:
-            raise ValueError(f"no judge is called {str(name)[:80]!r}")
-        return functools.partial(run_judge, self.inboxes, name)
+        """What runs the entry that the job names, or says that there is none."""
+        name = str(self.func_name)
+        if name not in self.table or self.instance:
+            return functools.partial(refuse, self.inboxes, name, sorted(self.table))
+        return functools.partial(run_job, self.inboxes, self.table[name])
 
     success_callback = failure_callback = stopped_callback = None
 
@@ -97,19 +97,32 @@ class JudgeJob(Job):  # type: ignore[misc]  # rq has no types
         """Send nothing."""
 
 
-def run_judge(
+def run_job(
     inboxes: Inboxes,
-    name: str,
+    job: Entry,
     *,
     run: str,
     inbox: str,
     token: str,
-    answer: str,
-    label: str,
+    payload: Any,
     timeout_s: float,  # the parent's business
 ) -> None:
-    """Judge and tell, in the forked process."""
-    inboxes.push(run, inbox, judge(name, token, answer, label))
+    """Run one job and tell, in the forked process."""
+    inboxes.push(run, inbox, perform(job, token, payload))
+
+
+def refuse(inboxes: Inboxes, name: str, known: list[str], *_: Any, **given: Any) -> None:
+    """Tell whoever asked that there is no such job.
+
+    Raises:
+        ValueError: always; RQ keeps its text.
+    """
+    text = f"no job is called {name[:80]!r}; this verifier knows {', '.join(known)}"
+    with contextlib.suppress(KeyError, ValueError):  # nobody can be told
+        inboxes.push(
+            str(given["run"]), str(given["inbox"]), failure(given["token"], text, "invalid")
+        )
+    raise ValueError(text)
 
 
 class Verifier(Worker):  # type: ignore[misc]  # rq has no types
@@ -135,12 +148,12 @@ class Verifier(Worker):  # type: ignore[misc]  # rq has no types
         super().main_work_horse(job, queue)
 
     def monitor_work_horse(self, job: Any, queue: Any, execution: Any) -> None:
-        """Wait for the judge, and kill its process group when it is overdue."""
+        """Wait for the job, and kill its process group when it is overdue."""
         group, overdue = self.horse_pid, threading.Event()
 
         def kill() -> None:
             overdue.set()
-            job.retries_left = 0  # the same answer would hang again
+            job.retries_left = 0  # the same input would hang again
             _kill_group(group)
 
         self._overdue = overdue
@@ -151,10 +164,10 @@ class Verifier(Worker):  # type: ignore[misc]  # rq has no types
             super().monitor_work_horse(job, queue, execution)
         finally:
             timer.cancel()
-            _kill_group(group)  # whatever the judge left running
+            _kill_group(group)  # whatever the job left running
 
     def handle_work_horse_killed(self, job: Any, retpid: Any, ret_val: Any, rusage: Any) -> None:
-        """Tell the waiting worker that there will be no verdict, unless the job is tried again."""
+        """Tell the waiting worker that there will be no result, unless the job is tried again."""
         super().handle_work_horse_killed(job, retpid, ret_val, rusage)
         if job.should_retry:
             return
@@ -164,12 +177,12 @@ class Verifier(Worker):  # type: ignore[misc]  # rq has no types
             "timeout": f"killed after {_timeout_of(job):g} s",
             "crashed": f"its process ended with wait status {ret_val}",
         }[detail]
-        log.warning("judge_killed", judge=job.func_name, detail=detail)
+        log.warning("job_killed", job=job.func_name, detail=detail)
         try:
             message = failure(str(given["token"]), text, detail)
-            JudgeJob.inboxes.push(str(given["run"]), str(given["inbox"]), message)
+            TableJob.inboxes.push(str(given["run"]), str(given["inbox"]), message)
         except (redis.RedisError, KeyError, ValueError) as error:
-            log.error("judgement_not_told", error=str(error))
+            log.error("result_not_told", error=str(error))
 
 
 def _unless_bomb(value: bytes) -> bytes:
@@ -214,15 +227,17 @@ def serve(loaded: Loaded) -> int:
     ca = str(settings.redis.ca) if settings.redis.ca else None
     rq_url = settings.rq.url
     url = settings.redis_url() if rq_url is None else rq_url.get_secret_value()
-    JudgeJob.inboxes = Inboxes(settings.redis_url(), ca)
+    TableJob.inboxes = Inboxes(settings.redis_url(), ca)
+    TableJob.table = table = table_of(_paths(settings))
+    settle(Place(0, settings.verifier))
     connection = _connect(url, ca)
     connection.ping()
     refuse_cluster(connection, "redis.url" if rq_url is None else "rq.url")
     signal.signal(signal.SIGTERM, _end)
-    warm()
+    warm(table)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that it looks at
-    log.info("verifier_ready", queue=QUEUE, judges=sorted(JUDGES))
+    log.info("verifier_ready", queue=QUEUE, jobs=sorted(table))
     wait_s = 0.1
     while not Verifier.stopping:
         started = time.monotonic()
@@ -239,6 +254,11 @@ def serve(loaded: Loaded) -> int:
     return 0
 
 
+def _paths(settings: Settings) -> set[str]:
+    """Return what any environment runs isolated."""
+    return {name for table in settings.envs().values() for name in table.reward.isolated}
+
+
 def _end(*_: Any) -> None:
     Verifier.stopping = True
     raise SystemExit(0)
@@ -250,12 +270,12 @@ def _connect(url: str, ca: str | None) -> redis.Redis:
 
 
 def _worker(connection: redis.Redis) -> Verifier:
-    queue = Queue(QUEUE, connection=connection, serializer="json", job_class=JudgeJob)
+    queue = Queue(QUEUE, connection=connection, serializer="json", job_class=TableJob)
     return Verifier(
         [queue],
         connection=connection,
         serializer="json",
-        job_class=JudgeJob,
+        job_class=TableJob,
         worker_ttl=60,
         maintenance_interval=60,
         log_job_description=False,

@@ -1,0 +1,70 @@
+"""What may run in isolation: the closed table of jobs.
+
+Owns `JOBS` and the run of one entry. Never imports what a message names: entries are built in, or
+functions that the operator's own configuration names. Invariant: `perform` returns a message
+whatever the job does, short of not returning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..functions import describe, is_path, resolve
+from . import maths
+from .messages import failure, result
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One entry.
+
+    Attributes:
+        run: takes a JSON object and returns a JSON value; what it raises is "no result".
+        warm: imports and uses what `run` needs, once, before the processes of jobs are forked.
+    """
+
+    run: Callable[[dict[str, Any]], Any]
+    warm: Callable[[], None] | None = None
+
+
+JOBS: Mapping[str, Job] = {
+    "math_verify": Job(maths.math_verify, maths.warm),
+}
+"""Name in a message → job. Functions of the operator come beside them (`table_of`)."""
+BUILT_IN = tuple(sorted(JOBS))
+
+
+def table_of(paths: Iterable[str]) -> dict[str, Job]:
+    """Return all jobs of a verifier: the built-in ones, and functions by the paths given.
+
+    Raises:
+        ConfigError: a path that names no ordinary function of one argument.
+    """
+    own = {path for path in paths if is_path(path)}
+    given = {
+        path: Job(resolve(path, "reward.isolated", kind="sync", num_args=1)) for path in sorted(own)
+    }
+    return {**JOBS, **given}
+
+
+def warm(table: Mapping[str, Job]) -> None:
+    """Warm every job of the table."""
+    for job in table.values():
+        if job.warm is not None:
+            job.warm()
+
+
+def perform(job: Job, token: str, payload: Any) -> bytes:
+    """Run one job and return its message."""
+    if not isinstance(payload, dict):
+        return failure(token, "the payload of a job is a JSON object", "invalid")
+    try:
+        value = job.run(payload)
+    except Exception as error:  # noqa: BLE001 - what is judged can make it raise anything
+        return failure(token, describe(error), "raised")
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        value = value.item()  # numpy's scalars
+    return result(token, value)
