@@ -14,8 +14,9 @@ from rollstream.sample import Sample, TokenIds, empty_ids
 
 from ..types import Finish, Renderer
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOX = re.compile(r"\\boxed\s*\{")
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_BRACE = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed\b).|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+"""What opens or closes; escaped braces are text."""
 _NUMBER = re.compile(r"([-+]?)(\d{1,64}(?:\.\d{0,64})?|\.\d{1,64})")
 _FRACTION = re.compile(r"([-+]?\d{1,64})/(\d{1,64})")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
@@ -55,32 +56,25 @@ def final_text(sample: Sample, renderer: Renderer) -> str:
 
 def boxed(text: str) -> str | None:
     r"""Return what the last complete `\boxed{...}` holds, None where there is none."""
-    for found in reversed(list(_BOX.finditer(text))):
-        end = _closing(text, found.end())
-        if end is not None:
-            return text[found.end() : end].strip()
-    return None
-
-
-def _closing(text: str, start: int) -> int | None:
-    """Return where the brace opened before `start` closes; escaped braces are text."""
-    depth, at = 1, start
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-            continue
-        depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return at
-        at += 1
-    return None
+    # One pass over the braces: asking each box for its end is quadratic where none has one.
+    last = (-1, -1)
+    opened: list[int] = []  # where what the open braces hold begins; -1 where they are no box's
+    for found in _BRACE.finditer(text):
+        if found.lastgroup == "close":
+            start = opened.pop() if opened else -1
+            last = max(last, (start, found.start()))
+        elif found.lastgroup is not None:
+            opened.append(found.end() if found.lastgroup == "box" else -1)
+    return text[slice(*last)].strip() if last[0] >= 0 else None
 
 
 def tagged(text: str) -> str | None:
-    """Return what the last `<answer>...</answer>` holds, None where there is none."""
-    found = _ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    """Return what the last complete `<answer>...</answer>` holds, None where there is none."""
+    start = text.rfind(_OPEN, 0, max(0, text.rfind(_CLOSE)))
+    if start < 0:
+        return None
+    start += len(_OPEN)
+    return text[start : text.index(_CLOSE, start)].strip()
 
 
 def answer_of(text: str) -> str:
