@@ -110,7 +110,7 @@ def open_rows(settings: Settings) -> AnyRows:
     Raises:
         ConfigError: no source, both kinds, or what is wrong with one of them.
     """
-    producer, mixed = settings.producer, sources_of(settings)
+    producer, mixed = settings.producer, settings.mixed_envs()
     if not mixed:
         weighted = [name for name, env in settings.env.items() if "weight" in env.model_fields_set]
         if weighted:
@@ -150,11 +150,6 @@ def open_mixture(envs: Mapping[str, EnvTable]) -> Mixture:
         Mixture(parts).close()
         raise
     return Mixture(parts)
-
-
-def sources_of(settings: Settings) -> dict[str, EnvTable]:
-    """Return the environments with a source of their own."""
-    return {name: env for name, env in settings.env.items() if env.source}
 
 
 def order_of(settings: Settings, rows: AnyRows) -> GroupOrder:

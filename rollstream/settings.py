@@ -629,6 +629,10 @@ class Settings(Table):
             return {"default": flat}
         return {name: _over(flat, table) for name, table in self.env.items()}
 
+    def mixed_envs(self) -> dict[str, EnvTable]:
+        """Return the environments with a source of their own, whose groups are mixed."""
+        return {name: table for name, table in self.env.items() if table.source}
+
     def redis_url(self) -> str:
         """Return the URL, read from `url_file` where one is given, with the sentinels.
 

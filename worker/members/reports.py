@@ -27,6 +27,7 @@ from rollstream.wire import encode_body, encode_header, encode_text
 
 from ..bounded import in_thread
 from ..telemetry.metrics import Metrics
+from .failures import Failures
 from .gate import Gate
 from .parked import parked_body
 from .submit import Submitter
@@ -61,6 +62,10 @@ class ReportLimits:
 
     retry_delay_s: float
     fail_after_groups: int
+    envs: tuple[str, ...] = ("default",)
+    """Environments that get groups."""
+    all_come: bool = False
+    """Each of them does, for certain."""
 
 
 class Reporter:
@@ -83,7 +88,7 @@ class Reporter:
         self._queue, self._link, self._view, self._submitter = queue, link, view, submitter
         self._gate, self._health, self._limits = gate, health, limits
         self._metrics, self._left = metrics, left
-        self._refused: set[str] = set()
+        self._failures = Failures(limits.envs, limits.fail_after_groups, all_come=limits.all_come)
         self._said_alike = False
         """A line a group would fill the log; the metric counts them all."""
         self._failing: asyncio.Task[None] | None = None
@@ -155,7 +160,7 @@ class Reporter:
         report, reason, delay_s = ending.report, ending.reason, ending.delay_s
         if report is Report.RETRY:
             delay_s = self._retry_delay(work.attempts)
-            if ending.stop_reason is StopReason.ENGINE_ERROR and not self._health.healthy():
+            if self._is_outage(ending):
                 # No engine is the engines' fault, not this member's: nothing is charged.
                 report, reason = Report.BACK, MemberReason.NO_ENGINE
                 delay_s = NO_ENGINE_DELAY_S * random.uniform(0.5, 1.5)
@@ -221,25 +226,32 @@ class Reporter:
         if not leaves or not leaves[0].spans:
             for span in work.spans.spans[work.num_earlier_spans if stays else 0 :]:
                 self._metrics.span(span.name, span.duration_s)
-        if ending.refused:
-            self._note_refusal(work.group.key, ending.error)
+        if ending.report in (Report.RETRY, Report.FINAL):
+            if not self._is_outage(ending):
+                self._note_failure(work, ending)
         elif delivered and any(leaf.calls for leaf in leaves):
-            self._refused.clear()
+            self._failures.worked(env)
             if ending.trajectory is not None and work.group.all_alike(ending.trajectory):
                 self._metrics.group_alike(env)
                 if not self._said_alike:
                     self._said_alike = True
                     log.warning("members_sampled_the_same", group=work.group.key)
 
-    def _note_refusal(self, key: str, message: str) -> None:
-        self._refused.add(key)
-        if len(self._refused) == self._limits.fail_after_groups:
-            log.error("engine_refuses_everything", groups=len(self._refused), error=message)
-            self._failing = asyncio.create_task(self._fail_run(message))
+    def _is_outage(self, ending: Ending) -> bool:
+        is_tried_again = ending.report is Report.RETRY
+        no_answer = ending.stop_reason is StopReason.ENGINE_ERROR
+        return is_tried_again and no_answer and not self._health.healthy()
 
-    async def _fail_run(self, message: str) -> None:
-        reason = f"{len(self._refused)} groups in a row were refused, the last one: {message}"
-        await self._link.answered(lambda: self._queue.call(calls.fail_run(reason)))
+    def _note_failure(self, work: Work, ending: Ending) -> None:
+        why = self._failures.failed(
+            work.group.group.env, work.group.key, ending.error, refused=ending.refused
+        )
+        if why and self._failing is None:
+            log.error("engine_refuses_everything", error=ending.error)
+            self._failing = asyncio.create_task(self._fail_run(why))
+
+    async def _fail_run(self, why: str) -> None:
+        await self._link.answered(lambda: self._queue.call(calls.fail_run(why)))
 
 
 def _stopped_unix_s(work: Work) -> float:

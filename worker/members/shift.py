@@ -64,6 +64,10 @@ class ShiftLimits:
     fail_after_groups: int
     whole_groups: bool = False
     """A slot is free only when all members of its group ended that this worker leased."""
+    envs: tuple[str, ...] = ("default",)
+    """Environments that get groups."""
+    all_envs_come: bool = False
+    """Each of them does, for certain: it has a source of its own."""
 
 
 class Shift:
@@ -109,7 +113,12 @@ class Shift:
             self.submitter,
             gate=self._gate,
             health=health,
-            limits=ReportLimits(limits.retry_delay_s, limits.fail_after_groups),
+            limits=ReportLimits(
+                limits.retry_delay_s,
+                limits.fail_after_groups,
+                limits.envs,
+                limits.all_envs_come,
+            ),
             metrics=metrics,
             left=self._leave,
         )
