@@ -293,7 +293,12 @@ class Tool(Protocol):
     """OpenAI's JSON: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
     async def __call__(self, arguments: dict[str, Any]) -> Any:
-        """Run it; text, or anything that `worker.tools` turns into text."""
+        """Run it; text, or anything that `worker.tools` turns into text.
+
+        Raises:
+            RolloutFault: what runs it broke; the sample ends (`worker.tools.run`).
+            Exception: anything else is told to the model.
+        """
         ...
 
 
@@ -341,6 +346,8 @@ class Limits:
     tool_timeout_s: float = 30.0
     tool_output_chars: int = 16384
     """Cap of one tool result, in characters, the marker of the cut included."""
+    tool_output_tokens: int | None = None
+    """The same in tokens of the model."""
     tool_output_side: CutSide = "middle"
     """Which part of a longer one is cut away."""
     max_parallel_calls: int | None = None

@@ -36,6 +36,7 @@ async def multi_turn(given: GenerateInput) -> GenerateOutput:
     Raises:
         EngineFault: no engine answered sensibly.
         MergeFault: the family's template cannot be extended.
+        ToolFault: what runs a tool broke.
     """
     return await Turns(given).run()
 
@@ -54,6 +55,7 @@ class Turns:
         self.calls: list[dict[str, Any]] = noted("tool_calls", list)
         self.problems: Counter[str] = Counter(noted("malformed_calls", dict))
         self.errors: Counter[str] = Counter(noted("tool_errors", dict))
+        self.num_answered = noted("tool_calls_ok", int)
         self.abnormal_ends = noted("abnormal_ends", int)
 
     async def run(self) -> GenerateOutput:
@@ -62,6 +64,8 @@ class Turns:
         note = self.rollout.note
         if self.calls:
             note("tool_calls", self.calls)
+        if self.num_answered:
+            note("tool_calls_ok", self.num_answered)
         if self.errors:
             note("tool_errors", dict(self.errors))
         if self.problems:
@@ -150,12 +154,16 @@ class Turns:
                     given.tools,
                     timeout_s=given.limits.tool_timeout_s,
                     max_chars=given.limits.tool_output_chars,
+                    max_tokens=given.limits.tool_output_tokens,
+                    renderer=given.renderer,
                     side=given.limits.tool_output_side,
                 )
         finally:
             rollout.sample.non_generation_time += time.monotonic() - start
         for observation in observations:
-            if observation.error is not None:
+            if observation.error is None:
+                self.num_answered += 1
+            else:
                 self.errors[observation.error] += 1
         return await self._append([observation.message for observation in observations])
 

@@ -47,7 +47,14 @@ from ..tito.load import LoadedRenderer, render_prompt
 from .agents import Serving, agents_of, serving
 from .following import Follower, tell
 from .heart import Heart, Role
-from .startup import build_isolated, build_scorers, env_judges, env_runtimes, warn_of_unseen_tools
+from .startup import (
+    build_isolated,
+    build_scorers,
+    env_judges,
+    env_runtimes,
+    tool_loader,
+    warn_of_unseen_tools,
+)
 from .threads import publish_threads, watch_threads
 from .watchdog import Stalled, Watchdog
 
@@ -190,7 +197,8 @@ class Worker:
         scorers = build_scorers(settings, renderer, isolated)
         self._serving = serving(settings, renderer, agents_of(settings))
         agents = {} if self._serving is None else self._serving.generates
-        envs = env_runtimes(settings, renderer, scorers, agents)
+        tools = tool_loader(settings, isolated)
+        envs = env_runtimes(settings, renderer, scorers, agents, tools)
         warn_of_unseen_tools(envs, renderer)
         self._pool = create_engine(settings, max_token_id=renderer.max_token_id)
         self._closing.push_async_callback(self._pool.aclose)
@@ -253,6 +261,8 @@ class Worker:
                 retry_delay_s=settings.worker.retry_delay_s,
                 fail_after_groups=settings.worker.fail_after_groups,
                 whole_groups=settings.worker.submission == "group",
+                envs=tuple(settings.mixed_envs() or settings.envs()),
+                all_envs_come=bool(settings.mixed_envs()),
             ),
             metrics=self._metrics,
             gate=self._gate,

@@ -7,7 +7,7 @@ here, and nothing was leased.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -23,8 +23,9 @@ from ..generate.loader import AGENT, resolve_generate
 from ..generate.resumable import is_resumable
 from ..members.work import EnvRuntime, Scorer
 from ..sampling import Sampling
-from ..tools import load_tools
-from ..types import DivergencePolicy, GenerateFunction, Limits
+from ..tools import ToolLoader
+from ..tools.load import PYTHON
+from ..types import DivergencePolicy, GenerateFunction, Limits, Tool
 
 if TYPE_CHECKING:
     from ..isolation import Isolated
@@ -46,6 +47,7 @@ def env_runtimes(
     renderer: LoadedRenderer,
     scorers: Mapping[str, Scorer | None],
     agents: Mapping[str, GenerateFunction] | None = None,
+    tools: ToolLoader | None = None,
 ) -> dict[str, EnvRuntime]:
     """Return every environment with its functions.
 
@@ -54,17 +56,22 @@ def env_runtimes(
         renderer: gives the ids that end a turn.
         scorers: by environment; None where the trainer scores.
         agents: the generate functions of environments with agents (`agents.Serving`).
+        tools: loads tools; None is `tool_loader(settings)`.
 
     Raises:
         ConfigError: the environment, what is wrong, and what to do.
     """
     envs = {}
+    loader = tools or tool_loader(settings)
     for name, table in settings.envs().items():
         try:
             generate = (agents or {}).get(name) or resolve_generate(table.generate)
-            envs[name] = _env_runtime(settings, name, table, renderer, scorers[name], generate)
+            envs[name] = _env_runtime(
+                settings, name, table, renderer, scorers[name], generate, loader
+            )
         except ConfigError as error:
             raise ConfigError(f"environment {name!r}: {error}") from None
+    loader.check()
     return envs
 
 
@@ -75,6 +82,7 @@ def _env_runtime(
     renderer: LoadedRenderer,
     scorer: Scorer | None,
     generate: GenerateFunction,
+    loader: ToolLoader,
 ) -> EnvRuntime:
     sampling = base_sampling(settings, renderer.stop_token_ids).with_overrides(table.sampling)
     off = tuple(sampling.off_distribution())
@@ -93,15 +101,36 @@ def _env_runtime(
             max_seq_len=worker.max_seq_len,
             tool_timeout_s=worker.tool_timeout_s,
             tool_output_chars=worker.tool_output_chars,
+            tool_output_tokens=worker.tool_output_tokens,
             tool_output_side=worker.tool_output_side,
             max_parallel_calls=worker.max_parallel_calls,
             execute_last_turn=table.execute_last_turn,
             on_divergence=DivergencePolicy(worker.on_divergence),
         ),
         sampling=sampling,
-        tools=load_tools(table.tools),
+        tools=loader.load(table.tools),
         scorer=scorer,
         marks=off,
+    )
+
+
+def tool_loader(
+    settings: Settings,
+    isolated: Isolated | None = None,
+    servers: Callable[[str], Sequence[Tool]] | None = None,
+) -> ToolLoader:
+    """Return what loads the tools of all environments.
+
+    Args:
+        settings: of single tools, and of the worker.
+        isolated: runs programs.
+        servers: `mcp:NAME` and `mcp:NAME/TOOL` to tools.
+    """
+    return ToolLoader(
+        settings.tool,
+        concurrency=settings.worker.tool_concurrency,
+        jobs=isolated,
+        servers=servers,
     )
 
 
@@ -164,7 +193,8 @@ def build_isolated(settings: Settings, incarnation: str) -> Isolated | None:
     """
     from ..rewards import needs_isolation
 
-    if not any(needs_isolation(table.reward) for table in settings.envs().values()):
+    envs = settings.envs().values()
+    if not any(needs_isolation(table.reward) or PYTHON in table.tools for table in envs):
         return None
     from ..isolation import Isolated
 

@@ -1,24 +1,22 @@
-"""A Python function as a tool, and the loading of tools by name.
+"""A Python function as a tool.
 
-Owns `FunctionTool` and `load_tools`. Never decides what a fault means: `run` does. Invariant: what
-is wrong with a tool is said at start-up; a sync function never runs on the event loop.
+Owns how a call's arguments reach the function. Never decides what a fault means: `run` does.
+Invariant: what is wrong with a function is said when the tool is made; a sync function never runs
+on the event loop.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from rollstream.errors import ConfigError
 
 from ..bounded import THREADS
-from ..functions import is_async, is_path, resolve, unknown_name
-from ..types import Tool
-from .calculator import Calculator
+from ..functions import is_async
 from .schema import check_spec, spec_from_signature
-
-BUILT_IN: dict[str, Callable[[], Tool]] = {"calculator": Calculator}
 
 
 class FunctionTool:
@@ -32,6 +30,8 @@ class FunctionTool:
     def __init__(self, function: Callable[..., Any], spec: dict[str, Any] | None = None) -> None:
         name = getattr(function, "__name__", type(function).__name__)
         what = f"tool {name!r}"
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(f"{what} yields; a tool returns its whole result")
         given = spec if spec is not None else getattr(function, "spec", None)
         if given is None:
             given = spec_from_signature(function, name, what)
@@ -40,54 +40,20 @@ class FunctionTool:
         self.spec: dict[str, Any] = given
         self._function = function
         self._is_async = is_async(function)
+        properties = given["function"].get("parameters", {}).get("properties", {})
+        self._whole = frozenset(name for name, schema in properties.items() if _is_whole(schema))
 
     async def __call__(self, arguments: dict[str, Any]) -> Any:
         """Run it: async on the loop, sync in a thread."""
+        for name in self._whole & arguments.keys():
+            if type(arguments[name]) is float:  # 3.0 is a whole number in JSON, and no index
+                arguments = arguments | {name: int(arguments[name])}
         if self._is_async:
             return await self._function(**arguments)
         return await THREADS.submit(functools.partial(self._function, **arguments))
 
 
-def load_tools(names: Iterable[str]) -> dict[str, Tool]:
-    """Return the tools of an environment by the name that the model uses, in the given order.
-
-    Args:
-        names: built-in names, `pkg.module:name` or `PATH.py:name` of a function or of an object
-            with `name`, `spec` and `async __call__(arguments)`.
-
-    Raises:
-        ConfigError: one cannot be found or described, or two have one name.
-    """
-    tools: dict[str, Tool] = {}
-    for name in names:
-        tool = _load(name)
-        if tool.name in tools:
-            raise ConfigError(f"two tools are called {tool.name!r}; rename one of them")
-        tools[tool.name] = tool
-    return tools
-
-
-def _load(name: str) -> Tool:
-    if not is_path(name):
-        if name not in BUILT_IN:
-            raise unknown_name(name, "tool", sorted(BUILT_IN))
-        return BUILT_IN[name]()
-    found = resolve(name, "tool")
-    if isinstance(getattr(found, "name", None), str) and hasattr(found, "spec"):
-        check_spec(found.spec, f"tool {name!r}")
-        tool: Tool = found
-        return tool
-    return FunctionTool(found)
-
-
-def tool_specs(tools: Mapping[str, Tool]) -> list[dict[str, Any]] | None:
-    """Return what the chat template gets, or None without tools."""
-    return [tool.spec for tool in tools.values()] or None
-
-
-def tool_label(name: str, tools: Mapping[str, Tool]) -> str:
-    """Return the metric label of a tool: its name where it is registered, else `other`.
-
-    A model invents names without end, and every label value is a time series for ever.
-    """
-    return name if name in tools else "other"
+def _is_whole(schema: Any) -> bool:
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    allowed = {kinds} if isinstance(kinds, str) else set(kinds or ())
+    return "integer" in allowed and "number" not in allowed

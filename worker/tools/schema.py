@@ -1,8 +1,8 @@
-"""What a tool takes: its JSON schema, from a signature or given, and arguments held against it.
+"""What a tool takes: its spec, from a signature or given.
 
-Owns the mapping of Python types to JSON schema and the check of a call's arguments. Never runs a
-tool. Invariant: a tool is only ever called with arguments that its schema allows, so a model's
-mistake is an observation that says what is expected, not an exception out of the tool.
+Owns the mapping of Python types to JSON schema and the form of a spec. Never runs a tool, never
+looks at a call (`arguments` does). Invariant: what the model is shown is JSON of OpenAI's form, or
+the tool is refused at start-up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rollstream.errors import ConfigError
@@ -29,24 +29,6 @@ _PLAIN: dict[Any, str] = {
     dict: "object",
     type(None): "null",
 }
-_IS: dict[str, Callable[[Any], bool]] = {
-    "string": lambda value: isinstance(value, str),
-    "integer": lambda value: _is_number(value) and float(value).is_integer(),
-    "number": lambda value: _is_number(value),
-    "boolean": lambda value: isinstance(value, bool),
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, dict),
-    "null": lambda value: value is None,
-}
-_MAX_SHOWN_CHARS = 80
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, int):
-        return abs(value) < 1 << 1023  # a float can still hold it
-    return isinstance(value, float)
 
 
 def spec_from_signature(function: Callable[..., Any], name: str, what: str) -> Schema:
@@ -163,60 +145,3 @@ def check_spec(spec: Any, what: str) -> None:
         json.dumps(spec)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what}: its spec is not JSON: {describe(error)}") from None
-
-
-def complaint(parameters: Schema, arguments: dict[str, Any]) -> str | None:
-    """Return what is wrong with a call's arguments, for the model to read; None where all is well.
-
-    Checked: required and unknown names, basic types (also in lists and objects), enums.
-    """
-    problems = list(_problems(parameters, arguments, "", depth=0))
-    return "; ".join(problems[:3]) if problems else None
-
-
-def _problems(schema: Schema, value: Any, where: str, depth: int) -> typing.Iterator[str]:
-    if depth > 16:
-        return
-    options = schema.get("anyOf")
-    if isinstance(options, list):
-        if not any(not list(_problems(o, value, where, depth + 1)) for o in options):
-            yield f"{where or 'arguments'} must be one of the allowed types, got {_shown(value)}"
-        return
-    kinds = schema.get("type")
-    allowed = [kinds] if isinstance(kinds, str) else kinds or []
-    if allowed and not any(_IS.get(kind, lambda _: True)(value) for kind in allowed):
-        yield f"{where or 'arguments'} must be {_either(allowed)}, got {_shown(value)}"
-        return
-    enum = schema.get("enum")
-    if isinstance(enum, list) and value not in enum:
-        yield f"{where} must be one of {json.dumps(enum)}, got {_shown(value)}"
-    if isinstance(value, dict):
-        yield from _object_problems(schema, value, where, depth)
-    elif isinstance(value, list) and isinstance(schema.get("items"), dict):
-        for i, item in enumerate(value):
-            yield from _problems(schema["items"], item, f"{where}[{i}]", depth + 1)
-
-
-def _object_problems(
-    schema: Schema, value: dict[str, Any], where: str, depth: int
-) -> typing.Iterator[str]:
-    properties = schema.get("properties") or {}
-    dot = f"{where}." if where else ""
-    for name in schema.get("required") or ():
-        if name not in value:
-            yield f"the argument {dot}{name} is missing"
-    for name, item in value.items():
-        if name in properties:
-            yield from _problems(properties[name], item, f"{dot}{name}", depth + 1)
-        elif schema.get("additionalProperties") is False:
-            known = ", ".join(properties) or "none"
-            yield f"there is no argument {_shown(dot + name)} (arguments: {known})"
-
-
-def _either(kinds: Sequence[str]) -> str:
-    return " or ".join(kinds)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

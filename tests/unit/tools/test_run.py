@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker.tools import FunctionTool, ToolError, run_call, run_calls
+from worker.tools import Cap, FunctionTool, ToolError, run_call, run_calls
 from worker.types import ProblemKind, ToolCall
 
 
@@ -25,7 +25,7 @@ async def outcome(
     """Return the text and the reason of one call of `function`."""
     tool = FunctionTool(function)
     observation = await run_call(
-        call(tool.name, **arguments), {tool.name: tool}, timeout_s=timeout_s, max_chars=max_chars
+        call(tool.name, **arguments), {tool.name: tool}, timeout_s=timeout_s, cap=Cap(max_chars)
     )
     return observation.text, observation.error
 
