@@ -1,0 +1,195 @@
+"""The end of everything that a program started, and of everything that it wrote.
+
+Owns the kill of a process tree and the removal of a hostile folder. Never touches a process that is
+no descendant of the calling one. Invariant: `end_children` returns when this process has no child
+left, or raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KILL_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+
+
+class Unkillable(RuntimeError):
+    """Processes were still there long after they had been killed."""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends (double forks among them)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with(parent: int) -> None:
+    """End this process when its parent `parent` ends; at once, where it has ended already."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below `pid` that there are at this moment, parents first."""
+    found, known = _children(pid), {pid}
+    for child in found:
+        if child not in known:
+            known.add(child)
+            found.extend(_children(child))
+    return found
+
+
+def end_children(groups: Iterable[int] = ()) -> None:
+    """Kill all descendants of this process and reap them; the process groups first, at one blow.
+
+    Args:
+        groups: of children that were not waited for: their numbers are still theirs.
+
+    Raises:
+        Unkillable: some did not go within ten seconds.
+    """
+    limit, pause_s = time.monotonic() + _KILL_S, _FIRST_PAUSE_S
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    while True:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not _reap():
+            return
+        if time.monotonic() > limit:
+            raise Unkillable(f"{len(descendants(os.getpid()))} processes could not be killed")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _reap() -> bool:
+    """Collect children that ended; return whether there are others."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as listed:
+                found += map(int, listed.read().split())
+    except (FileNotFoundError, ProcessLookupError):
+        if not found and not Path("/proc/self/task", str(os.getpid()), "children").exists():
+            return _children_by_parent(pid)
+    return found
+
+
+def _children_by_parent(parent: int) -> list[int]:
+    """Return the same where the kernel keeps no such lists."""
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if name.isdigit():
+                after_name = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2]
+                if int(after_name.split()[1]) == parent:
+                    found.append(int(name))
+    return found
+
+
+def new_folder() -> str:
+    """Return a new folder, and remove those whose processes were killed before they could.
+
+    Raises:
+        OSError: it cannot be made; the message names the place.
+    """
+    base = Path(tempfile.gettempdir(), f"rollstream-programs-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        base.mkdir(0o711)
+        base.chmod(0o711)  # programs of other users pass through, and see no names
+    found = base.lstat()
+    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EPERM, "belongs to somebody else, remove it", str(base))
+    for entry in list(os.scandir(base)):
+        pid, _, rest = entry.name.partition("-")
+        if _began(pid) != rest.partition("-")[0]:
+            with contextlib.suppress(OSError):  # another process removes it, too
+                remove(entry.path)
+    own = os.getpid()
+    return tempfile.mkdtemp(prefix=f"{own}-{_began(own)}-", dir=base)
+
+
+def _began(pid: int | str) -> str:
+    """Return when this process began, which with its number names it; empty: there is none."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError, ValueError):
+        return ""
+
+
+def remove(folder: str) -> None:
+    """Remove a folder whatever a program made of it: any depth, any modes, any number.
+
+    Folders within are moved to the top before they are emptied: no path grows long.
+
+    Raises:
+        OSError: something could not be removed.
+    """
+    prefix, waiting = f"{folder}/{secrets.token_hex(8)}-", [folder]
+    num_moved = 0
+    while waiting:
+        emptied = waiting.pop()
+        os.chmod(emptied, 0o700)
+        for entry in list(os.scandir(emptied)):
+            if entry.is_dir(follow_symlinks=False):
+                num_moved += 1
+                os.chmod(entry.path, 0o700)  # to move a folder is to write its `..`
+                os.rename(entry.path, f"{prefix}{num_moved}")
+                waiting.append(f"{prefix}{num_moved}")
+            else:
+                os.unlink(entry.path)
+        if emptied != folder:
+            os.rmdir(emptied)
+    os.rmdir(folder)
+
+
+def count(folder: str, *, max_entries: int) -> tuple[int, int]:
+    """Return entries and bytes on the disk below a folder; counting ends at `max_entries`."""
+    entries = size = 0
+    todo = [folder]
+    while todo and entries < max_entries:
+        try:
+            listed = os.scandir(todo.pop())
+        except PermissionError as error:
+            with contextlib.suppress(OSError):
+                os.chmod(error.filename, 0o700)
+            entries += 1
+            continue
+        except OSError:  # gone meanwhile, or so deep that its path is too long
+            entries += 1
+            continue
+        with listed:
+            for entry in listed:
+                entries += 1
+                with contextlib.suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        todo.append(entry.path)
+                if entries >= max_entries:
+                    break
+    return entries, size
