@@ -243,7 +243,7 @@ class EnvTable(Table):
     n_samples_per_prompt: int = Field(8, ge=1, le=4096)
     """Samples of each prompt; default `producer.n_samples_per_prompt`."""
     generate: str = "multi_turn"
-    """`single_turn`, `multi_turn`, `agent` or a dotted path; default `worker.generate`."""
+    """`single_turn`, `multi_turn`, `agent`, `env` or a dotted path; default `worker.generate`."""
     agent: str = ""
     """With `agent`: the function that runs it; default `worker.agent`."""
     max_turns: int = Field(8, ge=1)
@@ -333,7 +333,7 @@ class WorkerTable(Table):
     concurrency: int = Field(256, ge=1, le=8192)
     """Samples that run at once in one process."""
     generate: str = "multi_turn"
-    """`single_turn`, `multi_turn`, `agent`, `pkg.module:name` or `PATH.py:name`."""
+    """`single_turn`, `multi_turn`, `agent`, `env`, `pkg.module:name` or `PATH.py:name`."""
     agent: str = ""
     """With `agent`: the function that runs it, `pkg.module:name` or `PATH.py:name`; it is given the
     URL of a chat API (docs/agents.md)."""

@@ -47,6 +47,9 @@ class Turns:
     `environment.py` has others in place of `_call` and `_answer`.
     """
 
+    takes_calls = False
+    """Whether `_answer` answers replies with calls too."""
+
     def __init__(self, given: GenerateInput) -> None:
         self.given = given
         self.rollout = LinearRollout(given)
@@ -87,7 +90,7 @@ class Turns:
                     return reply.ended or StopReason.STOP
             is_held = False
             message = await self._parse()
-            if not message.tool_calls:
+            if not message.tool_calls or self.takes_calls:
                 ended = await self._answer(message)
                 if ended is not None:
                     return ended
@@ -107,7 +110,7 @@ class Turns:
         return await self.rollout.call()
 
     async def _answer(self, message: AssistantMessage) -> StopReason | None:
-        """Answer a reply without calls; returns why the trajectory ends, if it does."""
+        """Answer a reply that no tool answers; returns why the trajectory ends, if it does."""
         del message
         return StopReason.STOP
 
@@ -119,8 +122,11 @@ class Turns:
         else:
             message = parse(ids, window, self.specs)
         self.abnormal_ends += message.abnormal_end
-        if not self.given.tools:
-            message.tool_calls = []  # nothing was offered, so nothing was called
+        if message.tool_calls and not self.given.tools:
+            # Nothing was offered, so nothing was called: it is text.
+            written = [call.as_written for call in message.tool_calls]
+            message.content = "\n".join(filter(None, [message.content, *written]))
+            message.tool_calls = []
         limit_calls(message.tool_calls, self.given.limits.max_parallel_calls)
         for call in message.tool_calls:
             if call.problem is not None and call.problem is not ProblemKind.TOO_MANY:

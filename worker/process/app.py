@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -45,6 +45,7 @@ from ..telemetry.pulse import Pulse
 from ..telemetry.server import TelemetryServer
 from ..tito.load import LoadedRenderer, render_prompt
 from .agents import Serving, agents_of, serving
+from .environments import Surroundings, surroundings
 from .following import Follower, tell
 from .heart import Heart, Role
 from .startup import (
@@ -65,6 +66,7 @@ REPORT_S = 5.0
 SAY_WAITING_S = 30.0
 READY_TIMEOUT_S = 1.0
 
+T = TypeVar("T")
 log = structlog.get_logger("worker")
 
 
@@ -101,6 +103,7 @@ class Worker:
         self._pool: EnginePool | None = None
         self._shift: Shift | None = None
         self._serving: Serving | None = None
+        self._surroundings: Surroundings | None = None
         self._judging: asyncio.Task[Any] | None = None
         self._stalled: Stalled | None = None
 
@@ -196,7 +199,10 @@ class Worker:
         isolated = build_isolated(settings, self.incarnation)
         scorers = build_scorers(settings, renderer, isolated)
         self._serving = serving(settings, renderer, agents_of(settings))
-        agents = {} if self._serving is None else self._serving.generates
+        self._surroundings = surroundings(settings)
+        agents = {} if self._serving is None else dict(self._serving.generates)
+        if self._surroundings is not None:
+            agents |= self._surroundings.generates
         tools = tool_loader(settings, isolated)
         envs = env_runtimes(settings, renderer, scorers, agents, tools)
         warn_of_unseen_tools(envs, renderer)
@@ -208,6 +214,9 @@ class Worker:
             self._view.opened(info)
             tell(self._pool, self._view)
         await self._reach_engine(self._pool)
+        if self._surroundings is not None:
+            self._closing.push_async_callback(self._surroundings.aclose)
+            await self._unless_stopped(self._surroundings.start())
         if isolated is not None:
             self._closing.push_async_callback(isolated.aclose)
             await isolated.check()
@@ -293,7 +302,7 @@ class Worker:
                 )
             await asyncio.sleep(0.2)
 
-    async def _unless_stopped(self, asking: Coroutine[Any, Any, bool]) -> bool:
+    async def _unless_stopped(self, asking: Coroutine[Any, Any, T]) -> T:
         """Return what is asked for.
 
         Raises:
@@ -480,6 +489,8 @@ class Worker:
                 log.warning("unreported", samples=unreported, message="their leases will expire")
         if self._serving is not None:
             await self._serving.aclose()
+        if self._surroundings is not None:
+            await self._surroundings.aclose()
         if self._judging is not None:
             # The results just reported made groups full: this aggregator may have them in hand.
             self._aggregator.stop()

@@ -19,7 +19,7 @@ from rollstream.settings import EnvTable, Settings
 
 from ..aggregate.judge import EnvJudge
 from ..aggregate.loader import load_filters
-from ..generate.loader import AGENT, resolve_generate
+from ..generate.loader import AGENT, ENV, resolve_generate
 from ..generate.resumable import is_resumable
 from ..members.work import EnvRuntime, Scorer
 from ..sampling import Sampling
@@ -55,7 +55,8 @@ def env_runtimes(
         settings: all.
         renderer: gives the ids that end a turn.
         scorers: by environment; None where the trainer scores.
-        agents: the generate functions of environments with agents (`agents.Serving`).
+        agents: the generate functions that are made per environment (`agents.Serving`,
+            `environments.Surroundings`).
         tools: loads tools; None is `tool_loader(settings)`.
 
     Raises:
@@ -92,7 +93,8 @@ def _env_runtime(
     return EnvRuntime(
         name=name,
         generate=generate,
-        generate_path=table.agent if table.generate == AGENT else table.generate,
+        generate_path={AGENT: table.agent, ENV: table.environment}.get(table.generate)
+        or table.generate,
         resumable=is_resumable(generate),
         limits=Limits(
             max_turns=table.max_turns,
