@@ -82,7 +82,7 @@ def tables(
         "reward": {"kind": "deterministic_random"},
         "aggregator": {"filters": []},
         "telemetry": {
-            "metrics_host": "127.0.0.1", "metrics_port": 0, "log_level": "warning",
+            "metrics_host": "127.0.0.1", "log_level": "warning",
             "log_format": "json",
         },
         **envs,
@@ -119,10 +119,16 @@ class Cast:
             ready_url=f"{url}/model_info",
         )  # fmt: skip
         self.producer = child("producer", "producer", "--config", str(config))
-        self.workers = [
-            child(f"worker-{number}", "worker", "--config", str(config))
-            for number in range(workers)
-        ]
+        self.workers = []
+        for number in range(workers):
+            metrics_port = free_port()
+            self.workers.append(
+                child(
+                    f"worker-{number}", "worker", "--config", str(config),
+                    *("--telemetry.metrics_port", str(metrics_port)),
+                    ready_url=f"http://127.0.0.1:{metrics_port}/readyz",
+                )
+            )  # fmt: skip
 
     @property
     def everyone(self) -> list[Child]:
@@ -214,6 +220,8 @@ def measure(groups: int, workers: int) -> dict[str, Any]:
             cast.engine.wait_ready(START_S)
             for worker in cast.workers:
                 worker.start()
+            for worker in cast.workers:
+                worker.wait_ready(START_S)
             delivered = train(server.url)
             state, dropped = asyncio.run(outcome(server.url, envs))
         finally:
