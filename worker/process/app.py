@@ -49,10 +49,12 @@ from .environments import Surroundings, surroundings
 from .following import Follower, tell
 from .heart import Heart, Role
 from .startup import (
+    asks_verifiers,
     build_isolated,
     build_scorers,
     env_judges,
     env_runtimes,
+    mcp_servers,
     tool_loader,
     warn_of_unseen_tools,
 )
@@ -203,7 +205,11 @@ class Worker:
         agents = {} if self._serving is None else dict(self._serving.generates)
         if self._surroundings is not None:
             agents |= self._surroundings.generates
-        tools = tool_loader(settings, isolated)
+        servers = mcp_servers(settings)
+        if servers:
+            self._closing.push_async_callback(servers.aclose)
+            await self._unless_stopped(servers.start())
+        tools = tool_loader(settings, isolated, servers.tools)
         envs = env_runtimes(settings, renderer, scorers, agents, tools)
         warn_of_unseen_tools(envs, renderer)
         self._pool = create_engine(settings, max_token_id=renderer.max_token_id)
@@ -219,7 +225,8 @@ class Worker:
             await self._unless_stopped(self._surroundings.start())
         if isolated is not None:
             self._closing.push_async_callback(isolated.aclose)
-            await isolated.check()
+            if asks_verifiers(settings):
+                await isolated.check()
         for scorer in scorers.values():
             if scorer is not None:
                 await scorer.start()

@@ -25,6 +25,7 @@ from ..members.work import EnvRuntime, Scorer
 from ..sampling import Sampling
 from ..tools import ToolLoader
 from ..tools.load import PYTHON
+from ..tools.mcp import McpServers
 from ..types import DivergencePolicy, GenerateFunction, Limits, Tool
 
 if TYPE_CHECKING:
@@ -136,6 +137,15 @@ def tool_loader(
     )
 
 
+def mcp_servers(settings: Settings) -> McpServers:
+    """Return the MCP servers that tools of any environment name, not started.
+
+    Raises:
+        ConfigError: a name that is no server's.
+    """
+    return McpServers(settings.mcp, [table.tools for table in settings.envs().values()])
+
+
 def warn_of_unseen_tools(envs: Mapping[str, EnvRuntime], renderer: LoadedRenderer) -> None:
     """Say once which tools the model is not told of, because its chat format shows no specs."""
     if renderer.shows_tools:
@@ -195,8 +205,10 @@ def build_isolated(settings: Settings, incarnation: str) -> Isolated | None:
     """
     from ..rewards import needs_isolation
 
-    envs = settings.envs().values()
-    if not any(needs_isolation(table.reward) or PYTHON in table.tools for table in envs):
+    if not any(
+        PYTHON in table.tools or needs_isolation(table.reward, is_own=says_its_kind(settings, name))
+        for name, table in settings.envs().items()
+    ):
         return None
     from ..isolation import Isolated
 
@@ -207,6 +219,24 @@ def build_isolated(settings: Settings, incarnation: str) -> Isolated | None:
         run=settings.run.name,
         incarnation=incarnation,
         ca=None if settings.redis.ca is None else str(settings.redis.ca),
+    )
+
+
+def asks_verifiers(settings: Settings) -> bool:
+    """Return whether something asks verifiers for sure, not only where a row happens to want it."""
+    from ..rewards import always_isolated
+
+    envs = settings.envs().values()
+    return any(always_isolated(table.reward) or PYTHON in table.tools for table in envs)
+
+
+def says_its_kind(settings: Settings, name: str) -> bool:
+    """Return whether `reward.kind` was set in the environment's own table."""
+    own = settings.env.get(name)
+    return (
+        own is not None
+        and "reward" in own.model_fields_set
+        and ("kind" in own.reward.model_fields_set)
     )
 
 
@@ -227,7 +257,11 @@ def build_scorers(
             continue
         try:
             scorers[name] = build_scorer(
-                table.reward, renderer=renderer, run_seed=settings.run.seed, isolated=isolated
+                table.reward,
+                renderer=renderer,
+                run_seed=settings.run.seed,
+                isolated=isolated,
+                is_own=says_its_kind(settings, name),
             )
         except ConfigError as error:
             raise ConfigError(f"environment {name!r}: {error}") from None
