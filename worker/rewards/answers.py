@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from rollstream.sample import Sample, TokenIds, empty_ids
 
-from ..types import Finish, Renderer
+from ..types import AssistantMessage, Finish, Renderer
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _BRACE = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed\b).|(?P<open>\{)|(?P<close>\})", re.DOTALL)
@@ -44,14 +44,20 @@ def final_turn_ids(sample: Sample) -> TokenIds:
     return sample.tokens[start : last.end]
 
 
-def final_text(sample: Sample, renderer: Renderer) -> str:
-    """Return the last assistant turn without its reasoning and without tool calls, from ids."""
+def final_message(sample: Sample, renderer: Renderer) -> AssistantMessage | None:
+    """Return the last assistant turn, parsed from its ids; None where nothing was sampled."""
     ids = final_turn_ids(sample)
     if len(ids) == 0:
-        return ""
+        return None
     start = len(sample.tokens[: sample.calls[-1].end]) - len(ids)
     tail = sample.tokens[max(0, start - 64) : start]
-    return renderer.parse(ids, tail).content
+    return renderer.parse(ids, tail)
+
+
+def final_text(sample: Sample, renderer: Renderer) -> str:
+    """Return the last assistant turn without its reasoning and without tool calls, from ids."""
+    message = final_message(sample, renderer)
+    return "" if message is None else message.content
 
 
 def boxed(text: str) -> str | None:

@@ -1,8 +1,8 @@
 """The scorer of one environment: which reward a trajectory gets, and how it is asked for.
 
-Owns the choice between the kinds, the deadline of a verdict and its checks. Never overwrites a
-reward that is there. Invariant: `score` gives all leaves of a trajectory one reward, or raises a
-`RewardFault`; "no verdict" stays None and is never 0.
+Owns the judges by kind and the rule of leaves. Never overwrites a reward that is there. Invariant:
+`score` gives all leaves of a trajectory one reward, or raises a `RewardFault` that nobody tries
+again; "no verdict" stays None and is never 0.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import math
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import structlog
 
@@ -22,19 +20,22 @@ from rollstream.group import PromptGroup, Trajectory
 from rollstream.sample import Reward, Sample
 from rollstream.settings import RewardTable
 
-from ..bounded import LeakedCancel, Overdue, run_bounded
-from ..functions import describe, is_path, resolve, unknown_name
-from ..isolation import Isolated, IsolatedFault
+from ..bounded import in_thread
+from ..functions import is_path, resolve
+from ..isolation import Isolated
 from ..types import Renderer
-from .answers import answer_of, final_text
-from .builtin import ReasoningGym, label_text, score_deterministic_random, score_math
+from . import kinds, verdicts
+from .case import Case, Judge, reply_of
+from .details import Detail, no_verdict
+from .gym import ReasoningGym
+from .hub import PURE, random_reward
+from .isolated import IsolatedRewards
+from .own import called, own_function
+from .remote import Remote, open_remote
+from .retries import asked_again
 
-ISOLATED = ("math_verify",)
-"""Kinds that only run through a verifier."""
-BUILT_IN = ("deterministic_random", "math", "math_verify", "none", "reasoning_gym")
-SHARED_JUDGE = "math_verify"
-"""What `reward.isolated_share` of the samples is scored by."""
-Judge: TypeAlias = Callable[[Sample], Awaitable[Any]]
+LONG_CHARS = 65_536
+"""A longer text is judged in a thread: some ten milliseconds."""
 log = structlog.get_logger("worker")
 
 
@@ -64,6 +65,7 @@ def build_scorer(
     renderer: Renderer,
     run_seed: int,
     isolated: Isolated | None = None,
+    is_own: bool = True,
 ) -> Scorer:
     """Return the scorer that the configuration asks for.
 
@@ -72,31 +74,30 @@ def build_scorer(
         renderer: parses the last turn, of which rewards see the text.
         run_seed: of the run.
         isolated: where `needs_isolation(table)`; whoever made it starts and closes it.
+        is_own: whether the environment's own table says the kind; else rows may name another.
 
     Raises:
-        ConfigError: an unknown kind, or a function that cannot be found.
+        ConfigError: an unknown kind, a function that cannot be found, or a remote server that is
+            not said.
     """
-    unknown = [n for n in table.isolated if n not in (*ISOLATED, "code") and not is_path(n)]
-    if unknown:
-        raise ConfigError(
-            f"reward.isolated names {unknown[0]!r}; what can run isolated is {sorted(ISOLATED)}"
-        )
-    if needs_isolation(table):
-        judge = table.kind if table.kind in ISOLATED else SHARED_JUDGE
-        if judge not in table.isolated:
-            raise ConfigError(
-                f"{judge} can hang or crash and only runs isolated; add it to reward.isolated"
-            )
-    return RewardScorer(table, renderer=renderer, run_seed=run_seed, isolated=isolated)
-
-
-def needs_isolation(table: RewardTable) -> bool:
-    """Return whether the scorer of this table asks verifiers."""
-    return table.kind in ISOLATED or table.isolated_share > 0
+    kinds.check_kinds(table)
+    if kinds.always_isolated(table) and isolated is None:
+        raise ConfigError(f"the reward {table.kind} runs isolated, and nothing is there to ask")
+    remote = None
+    if table.kind == kinds.REMOTE or table.url:
+        remote = open_remote(table)
+    return RewardScorer(
+        table,
+        renderer=renderer,
+        run_seed=run_seed,
+        isolated=isolated,
+        remote=remote,
+        is_own=is_own,
+    )
 
 
 class RewardScorer:
-    """Scores by `reward.kind`, and a share of the samples by an isolated judge."""
+    """Scores by the kind of each sample, and a share of the samples by `math_verify`."""
 
     def __init__(
         self,
@@ -105,17 +106,31 @@ class RewardScorer:
         renderer: Renderer,
         run_seed: int,
         isolated: Isolated | None,
+        remote: Remote | None,
+        is_own: bool,
     ) -> None:
         self._table, self._renderer, self._run_seed = table, renderer, run_seed
-        self._isolated = isolated
+        self._remote, self._is_own = remote, is_own
+        self._isolated = (
+            None
+            if isolated is None
+            else IsolatedRewards(isolated, timeout_s=table.timeout_s, key=table.key)
+        )
         self._gym = ReasoningGym()
         self._warming: asyncio.Task[None] | None = None
-        self._judge = self._judge_of(table.kind)
+        self._judges: dict[str, Judge] = {}
+        if table.kind != kinds.NONE:
+            self._judges[table.kind] = self._judge_of(table.kind)
 
     async def start(self) -> None:
         """Import reasoning-gym in the background, where it is asked for."""
-        if self._table.kind == "reasoning_gym":
+        if self._table.kind == kinds.GYM:
+            self._warm_soon()
+
+    def _warm_soon(self) -> asyncio.Task[None]:
+        if self._warming is None:
             self._warming = asyncio.create_task(self._warm())
+        return self._warming
 
     async def _warm(self) -> None:
         try:
@@ -130,146 +145,114 @@ class RewardScorer:
         trajectory without a sampled token has nothing to judge.
 
         Raises:
-            RewardFault: no verdict can be had.
+            RewardFault: no verdict can be had, and was asked for as often as it may be.
         """
         leaves = trajectory if isinstance(trajectory, list) else [trajectory]
         reward = next((leaf.reward for leaf in leaves if leaf.reward is not None), None)
-        if reward is None and self._judge is not None and any(leaf.num_sampled for leaf in leaves):
+        is_judged = self._table.kind != kinds.NONE and any(leaf.num_sampled for leaf in leaves)
+        if reward is None and is_judged:
             reward = await self._verdict(leaves[-1])
         for leaf in leaves:
             if leaf.reward is None:
                 leaf.reward = reward
 
     async def _verdict(self, sample: Sample) -> Reward:
-        if self._is_shared_out(sample):
-            return await self._ask(SHARED_JUDGE, sample)
-        assert self._judge is not None
-        return _checked(await self._judge(sample), self._table.kind)
+        kind = kinds.kind_for(self._table, sample.metadata, is_own=self._is_own)
+        if kind == self._table.kind and self._is_shared_out(sample):
+            kind = kinds.MATH_VERIFY
+        judge = self._judges.get(kind)
+        if judge is None:
+            judge = self._judges[kind] = self._judge_of(kind)
+        reply = await reply_of(sample, self._renderer, whole=kind == "deepscaler")
+        return await asked_again(
+            functools.partial(self._ask, judge, kind, sample, reply),
+            max_retries=self._table.max_retries,
+            backoff_s=self._table.retry_backoff_s,
+        )
+
+    @staticmethod
+    async def _ask(judge: Judge, kind: str, sample: Sample, reply: Any, attempt: int) -> Reward:
+        return verdicts.checked(await judge(Case(sample, reply, attempt)), kind)
 
     def _is_shared_out(self, sample: Sample) -> bool:
         """Return whether this sample is of the share that is judged in isolation."""
         share = self._table.isolated_share
-        if share <= 0 or self._table.kind == SHARED_JUDGE:
+        if share <= 0 or self._table.kind == kinds.MATH_VERIFY:
             return False
         digest = hashlib.blake2b(f"{self._run_seed}:{sample.index}".encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "big") / 2**64 < share
 
-    def _judge_of(self, kind: str) -> Judge | None:
-        if kind == "none":
-            return None
-        if kind == "math":
-            return self._math
-        if kind == "deterministic_random":
+    def _judge_of(self, kind: str) -> Judge:
+        """Return how a kind is asked for.
+
+        Raises:
+            ConfigError: a function that cannot be found.
+            RewardFault: a row names it, and the configuration does not provide for it.
+        """
+        if kind in PURE:
+            return functools.partial(self._pure, kind)
+        if kind == kinds.RANDOM:
             return self._random
-        if kind == "reasoning_gym":
+        if kind == kinds.GYM:
             return self._reasoning_gym
-        if kind in ISOLATED:
-            return functools.partial(self._ask, kind)
-        if not is_path(kind):
-            raise unknown_name(kind, "reward", list(BUILT_IN))
-        return functools.partial(self._own, resolve(kind, "reward", num_args=1), kind)
+        if kind == kinds.REMOTE:
+            return self._remote_judge()
+        if kind in kinds.JOB_OF or kind in self._table.isolated:
+            return self._isolated_judge(kind)
+        assert is_path(kind)
+        return functools.partial(
+            own_function, resolve(kind, "reward", num_args=1), kind, self._table.timeout_s
+        )
 
-    async def _math(self, sample: Sample) -> float:
-        return score_math(sample, final_text(sample, self._renderer))
+    def _remote_judge(self) -> Judge:
+        if self._remote is None:
+            raise no_verdict(
+                Detail.NOT_CONFIGURED, "the reward 'remote' is asked for, and reward.url is empty"
+            )
+        return self._remote.judge
 
-    async def _random(self, sample: Sample) -> float:
-        return score_deterministic_random(sample, self._run_seed)
+    def _isolated_judge(self, kind: str) -> Judge:
+        job = kinds.JOB_OF.get(kind, kind)
+        if self._isolated is None or job not in self._table.isolated:
+            raise no_verdict(
+                Detail.NOT_CONFIGURED,
+                f"the reward {kind!r} is asked for and only runs isolated; add {job!r} to "
+                "reward.isolated",
+            )
+        if kind == kinds.CODE:
+            return self._isolated.code
+        if kind == kinds.MATH_VERIFY:
+            return self._isolated.math_verify
+        if kind in kinds.JOB_OF:
+            return self._isolated.boxed_math_verify
+        return functools.partial(self._isolated.function, kind)
 
-    async def _reasoning_gym(self, sample: Sample) -> Any:
-        if self._warming is not None and not self._warming.done():
-            await asyncio.wait((self._warming,), timeout=self._table.timeout_s)
-        text = final_text(sample, self._renderer)
-        return await self._call(functools.partial(self._gym.score, text=text), "reasoning_gym",
-                                sample)  # fmt: skip
+    async def _pure(self, kind: str, case: Case) -> Any:
+        judge, reply = PURE[kind], case.reply
+        if max(len(reply.text), len(reply.whole)) > LONG_CHARS:
+            reward = await in_thread(judge, reply)
+        else:
+            reward = judge(reply)
+        if isinstance(reward, dict):
+            return verdicts.one_of(reward, self._table.key, ("score",))
+        return reward
 
-    async def _ask(self, judge: str, sample: Sample) -> float:
-        assert self._isolated is not None
-        answer = answer_of(final_text(sample, self._renderer))
-        payload = {"answer": answer, "label": label_text(sample)}
-        timeout_s = self._table.timeout_s
-        try:
-            reward = await self._isolated.call(judge, payload, timeout_s=timeout_s)
-        except IsolatedFault as fault:
-            raise RewardFault(
-                fault.message, retryable=fault.retryable, detail=fault.detail
-            ) from fault
-        if not _is_number(reward):
-            raise RewardFault(f"{judge} gave no number: {reward!r:.80}", detail="invalid")
-        return float(reward)
+    async def _random(self, case: Case) -> float:
+        return random_reward(case.sample, self._run_seed)
 
-    async def _own(self, function: Callable[[Sample], Any], name: str, sample: Sample) -> Any:
-        """Call a user's function, which finds the final text in the metadata."""
-        sample.metadata["final_text"] = final_text(sample, self._renderer)
-        return await self._call(function, name, sample)
-
-    async def _call(self, function: Callable[[Sample], Any], name: str, sample: Sample) -> Any:
-        """Call a function under the deadline of a verdict."""
-        timeout_s = self._table.timeout_s
-        try:
-            return await run_bounded(function, sample, timeout_s=timeout_s)
-        except RewardFault:
-            raise
-        except Overdue:
-            raise RewardFault(
-                f"the reward {name} did not return within {timeout_s:g} s (reward.timeout_s)",
-                retryable=True,
-                detail="timeout",
-            ) from None
-        except LeakedCancel:
-            raise RewardFault(
-                f"the reward {name} raised CancelledError", retryable=True, detail="cancelled"
-            ) from None
-        except Exception as error:
-            raise RewardFault(
-                f"the reward {name} raised {describe(error)}", detail="raised"
-            ) from error
+    async def _reasoning_gym(self, case: Case) -> Any:
+        warming = self._warm_soon()
+        if not warming.done():
+            await asyncio.wait((warming,), timeout=self._table.timeout_s)
+        score = functools.partial(self._gym.score, text=case.reply.text)
+        # The same answer breaks or hangs a scorer again.
+        return await called(score, kinds.GYM, self._table.timeout_s, case.sample, may_pass=False)
 
     async def aclose(self) -> None:
-        """Stop waiting for imports."""
+        """Stop waiting for imports, and close the connections to a remote server."""
         if self._warming is not None:
             self._warming.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._warming
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _checked(reward: Any, name: str) -> Reward:
-    """Return a verdict as plain numbers; NaN stays (the group's judge says `invalid`).
-
-    Raises:
-        RewardFault: not a number, a dictionary of plain values, or None.
-    """
-    if reward is None or (isinstance(reward, float) and type(reward) is float):
-        return reward
-    if isinstance(reward, dict):
-        return {str(key): _plain(value, name) for key, value in reward.items()}
-    value = _plain(reward, name)
-    if isinstance(value, bool | int | float):
-        with contextlib.suppress(OverflowError):
-            return float(value)
-    raise RewardFault(
-        f"the reward {name} returned {type(reward).__name__}; it must return a number, a "
-        "dictionary or None",
-        detail="invalid",
-    )
-
-
-def _plain(value: Any, name: str) -> Any:
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's scalars
-        value = value.item()
-    if value is None or isinstance(value, str | bool | float):
-        return value
-    if isinstance(value, int) and abs(value) < 1 << 63:
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item, name) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item, name) for key, item in value.items()}
-    raise RewardFault(
-        f"the reward {name} returned a value of type {type(value).__name__}, which cannot be "
-        "stored; use numbers and text",
-        detail="invalid",
-    )
+        if self._remote is not None:
+            await self._remote.aclose()

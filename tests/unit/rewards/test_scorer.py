@@ -22,6 +22,7 @@ GROUP = a_prompt()
 
 
 def scorer_of(renderer: Any, kind: str, *, run_seed: int = 0, **table: Any) -> Scorer:
+    table = {"retry_backoff_s": 0.001} | table
     return build_scorer(RewardTable(kind=kind, **table), renderer=renderer, run_seed=run_seed)
 
 
@@ -128,32 +129,45 @@ async def test_a_nan_stays_for_the_judge_of_groups(tmp_path: Path, qwen3: Any) -
 
 
 @pytest.mark.parametrize(
-    ("body", "detail", "retryable"),
+    ("body", "detail", "num_tries"),
     [
-        ("raise ValueError('boom')", "raised", False),
-        ("raise asyncio.CancelledError", "cancelled", True),
-        ("raise SystemExit(1)", "raised", False),
-        ("await asyncio.sleep(0.3)", "timeout", True),
-        ("return 'good'", "invalid", False),
-        ("return [1.0]", "invalid", False),
-        ("return {'a': object()}", "invalid", False),
-        ("return {'a': 1 << 80}", "invalid", False),
+        ("raise ValueError('boom')", "raised", 3),
+        ("raise asyncio.CancelledError", "cancelled", 3),
+        ("raise SystemExit(1)", "raised", 3),
+        ("await asyncio.sleep(0.3)", "timeout", 3),
+        ("return 'good'", "invalid", 1),
+        ("return [1.0]", "invalid", 1),
+        ("return {'a': object()}", "invalid", 1),
+        ("return {'a': 1 << 80}", "invalid", 1),
     ],
 )
-async def test_no_verdict_is_a_fault_with_its_detail_and_never_a_zero(
-    body: str, detail: str, retryable: bool, tmp_path: Path, qwen3: Any
+async def test_no_verdict_is_asked_for_again_where_that_may_help_and_is_never_a_zero(
+    body: str, detail: str, num_tries: int, tmp_path: Path, qwen3: Any
 ) -> None:
     sample = replied(qwen3, "x")
-    scorer = scorer_of(qwen3, write(tmp_path, body), timeout_s=0.05)
+    counted = f"sample.metadata['tries'] = sample.metadata.get('tries', 0) + 1\n    {body}"
+    scorer = scorer_of(qwen3, write(tmp_path, counted), timeout_s=0.05, max_retries=2)
     with pytest.raises(RewardFault) as caught:
         await reward_of(scorer, sample)
-    assert (caught.value.detail, caught.value.retryable) == (detail, retryable)
+    # Whoever judges the sample generates nothing again for a verdict.
+    assert (caught.value.detail, caught.value.retryable) == (detail, False)
+    assert sample.metadata["tries"] == num_tries
+    assert ("(asked 3 times)" in caught.value.message) is (num_tries == 3)
     assert sample.reward is None
+
+
+async def test_a_verdict_that_comes_late_is_the_reward(tmp_path: Path, qwen3: Any) -> None:
+    body = (
+        "tries = sample.metadata['tries'] = sample.metadata.get('tries', 0) + 1\n"
+        "    if tries < 3: raise ConnectionError\n    return tries"
+    )
+    sample = replied(qwen3, "x")
+    assert await reward_of(scorer_of(qwen3, write(tmp_path, body)), sample) == 3.0
 
 
 async def test_a_sync_function_that_hangs_is_left_in_its_thread(tmp_path: Path, qwen3: Any) -> None:
     path = write(tmp_path, "return 1").replace(":f", ":g")
-    with pytest.raises(RewardFault, match=r"did not return within 0\.05 s"):
+    with pytest.raises(RewardFault, match=r"did not return within 0\.05 s \(reward.timeout_s\)$"):
         await reward_of(scorer_of(qwen3, path, timeout_s=0.05), replied(qwen3, "x"))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from . import choices, dapo, maths, words
+from .random import random_reward
 from .reply import NO_LABEL, Reply, opened_label, plain_label
 
 Pure: TypeAlias = Callable[[Reply], Any]
@@ -29,4 +30,4 @@ PURE: Mapping[str, Pure] = {
 }
 """Name in the configuration → reward: a number, or a dictionary whose `score` it is."""
 
-__all__ = ["NO_LABEL", "PURE", "Pure", "Reply", "opened_label", "plain_label"]
+__all__ = ["NO_LABEL", "PURE", "Pure", "Reply", "opened_label", "plain_label", "random_reward"]

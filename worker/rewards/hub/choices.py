@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,9 @@ _STATED = re.compile(
 _CAPITAL = re.compile(r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])")
 _GOES_ON = re.compile(r"\s{1,4}[a-z]")
 """Behind an "a": then it is the article."""
-_NAMED = re.compile(r"\b(?:answer|option|choice)\s{1,4}is\b[\s:]{0,4}|\banswer\s{0,4}[:=]", re.IGNORECASE)
+_NAMED = re.compile(
+    r"\b(?:answer|option|choice)\s{1,4}is\b[\s:]{0,4}|\banswer\s{0,4}[:=]", re.IGNORECASE
+)
 _NO_WORD = re.compile(r"[^a-z0-9]+")
 
 
@@ -119,7 +122,7 @@ def _right_of(
         place = int(label) if label in range(len(letters)) else -1
         right = letters[place] if place >= 0 else None
     right = _one_letter(correct_letter) or right
-    if right in texts:
+    if right is not None and right in texts:
         wording = _words(texts[right])
     return right, "" if wording.upper() in letters else wording
 
@@ -143,7 +146,9 @@ def gpqa(text: str | None, label: Any, metadata: Mapping[str, Any]) -> float:
     said = _words(final)
     if any(said == _words(other) for other in question.texts.values() if len(other) > 1):
         return 0.0  # a wrong choice, word for word
-    return float(question.right is not None and letter_in(final, question.letters) == question.right)
+    return float(
+        question.right is not None and letter_in(final, question.letters) == question.right
+    )
 
 
 def letter_in(text: str, letters: str) -> str | None:
@@ -173,10 +178,8 @@ def letter_in(text: str, letters: str) -> str | None:
 
 def _names(text: str, wording: str) -> bool:
     """Return whether a text is the answer in words, or its box, or what it calls its answer."""
-    last = None
-    for last in _NAMED.finditer(text):
-        pass
-    named = text[last.end() :].lstrip().partition("\n")[0] if last else ""
+    last = deque(_NAMED.finditer(text), maxlen=1)
+    named = text[last[0].end() :].lstrip().partition("\n")[0] if last else ""
     return wording in (_words(text), _words(boxed(text) or ""), _words(named))
 
 

@@ -1,8 +1,8 @@
-r"""The reward of DAPO: +1 or −1 for the last line that says `Answer: …`.
+r"""The reward of DAPO: 1 or -1 for the last line that says `Answer: …`.
 
 Owns `dapo`, its two ways of looking, and the normalization of Minerva (appendix D.1 of
 arXiv:2206.14858), which it compares by. Never looks further back than `TAIL_CHARS`. Invariant: the
-score is 1.0 or −1.0, and `pred` is what was compared.
+score is 1.0 or -1.0, and `pred` is what was compared.
 """
 
 from __future__ import annotations
