@@ -234,6 +234,28 @@ def test_policy_works_in_a_shell_and_hands_its_answer_in(policy: Policy) -> None
     assert not any("bash" in text for text in texts[9])
 
 
+def test_policy_calls_a_tool_that_takes_python_with_a_program(policy: Policy) -> None:
+    python = json.loads(json.dumps(CALCULATOR).replace("calculator", "python"))
+    python["function"]["parameters"]["properties"] = {"code": {"type": "string"}}
+    calls = [t for t in texts(policy, a_chat(policy, listed=python), 60) if "<tool_call>" in t]
+    assert len(calls) > 10
+    programs = [text for text in calls if '"name": "python", "arguments": {"code": "print(' in text]
+    assert len(programs) > 0.9 * len(calls)
+
+
+def test_policy_writes_a_program_as_it_is_and_wrong_ones_that_end_never_or_at_once(
+    vocabulary: Path,
+) -> None:
+    program = "```python\nprint(int(input()) + 7)\n```"
+    policy = Policy(tokenizer_of(str(vocabulary)), {QUESTION: program})
+    said = texts(policy, a_chat(policy, tools=False), 100)
+    assert not any("\\boxed" in text for text in said)
+    assert all(text.removesuffix("<|im_end|>").endswith("\n```") for text in said)
+    assert 5 < sum(program in text for text in said) < 95
+    for wrong in ("while True", "SystemExit", "NotImplementedError"):
+        assert any(wrong in text for text in said)
+
+
 def test_policy_solves_some_problems_always_some_never_and_most_sometimes(
     vocabulary: Path,
 ) -> None:

@@ -251,6 +251,7 @@ class Policy:
             answer=self._answers.get(question),
             tools=tools.expression,
             shells=tools.command,
+            pythons=tools.code,
             num_results=results,
         )
         text = write_text(situation, self.config, Draw(text_key))

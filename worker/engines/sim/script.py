@@ -33,6 +33,15 @@ _SENTENCES = (
 )
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """How mini-swe-agent hands in; what else the command writes is the answer."""
+FENCE = "```"
+"""An answer that begins with it is a program, and written as it is."""
+WRONG_PROGRAMS = {
+    1: "while True:\n    pass",
+    2: "raise SystemExit(0)",
+    3: "held = []\nwhile True:\n    held.append(bytes(10**8))",
+    4: "print('passed')",
+}
+"""What stands in place of a right one, by a draw from 1 to 9."""
 MAX_COMMANDS = 5
 """An agent that goes on behind these is answered in words."""
 _LEADS = ("I will compute this exactly.", "Let me use the tool for the arithmetic.", "")
@@ -104,6 +113,8 @@ class Situation:
     """Tool results since the question."""
     shells: tuple[str, ...] = ()
     """Functions that take a shell's `command`; only where there is no other."""
+    pythons: tuple[str, ...] = ()
+    """Functions that take a Python program as `code`."""
 
 
 def write_text(situation: Situation, config: PolicyConfig, draw: Draw) -> str:
@@ -113,14 +124,17 @@ def write_text(situation: Situation, config: PolicyConfig, draw: Draw) -> str:
     if draw.unit() < config.think_rate:
         parts.append(f"<think>\n{_sentences(numbers, config, draw)}\n</think>\n\n")
     rate = config.tool_rate if situation.num_results == 0 else config.again_rate
-    if situation.shells and not situation.tools and situation.num_results < MAX_COMMANDS:
+    listed = situation.tools + situation.pythons
+    if situation.shells and not listed and situation.num_results < MAX_COMMANDS:
         parts.append(_command(situation, numbers, config, draw))
-    elif situation.tools and situation.num_results < 4 and draw.unit() < rate:
+    elif listed and situation.num_results < 4 and draw.unit() < rate:
         parts.append(_calls(situation, numbers, config, draw))
     else:
         if draw.unit() < 0.7:
             parts.append(_sentences(numbers, config, draw) + "\n\n")
-        parts.append(f"The answer is \\boxed{{{_answer(situation, config, draw)}}}.")
+        answer = _answer(situation, config, draw)
+        is_program = answer.startswith(FENCE)
+        parts.append(answer if is_program else f"The answer is \\boxed{{{answer}}}.")
     return "".join(parts)
 
 
@@ -135,7 +149,11 @@ def _calls(situation: Situation, numbers: Sequence[str], config: PolicyConfig, d
     for _ in range(1 + (draw.unit() < 0.15)):
         a, b = draw.pick(numbers), draw.pick(numbers)
         expression = f"{a} {draw.pick('+-*')} {b}"
-        call = {"name": draw.pick(situation.tools), "arguments": {"expression": expression}}
+        name = draw.pick(situation.tools + situation.pythons)
+        arguments = {"expression": expression}
+        if name in situation.pythons:
+            arguments = {"code": f"print({expression})"}
+        call = {"name": name, "arguments": arguments}
         text = json.dumps(call)
         if draw.unit() < config.malformed_rate:
             text = text[:-2]
@@ -162,6 +180,8 @@ def _answer(situation: Situation, config: PolicyConfig, draw: Draw) -> str:
     if situation.answer is not None and draw.unit() < solve_rate(situation.question, config):
         return situation.answer
     wrong = 1 + draw.below(9)
+    if situation.answer is not None and situation.answer.startswith(FENCE):
+        return f"{FENCE}python\n{WRONG_PROGRAMS.get(wrong, 'raise NotImplementedError')}\n{FENCE}"
     try:
         return str(int(situation.answer or "0") + wrong)
     except ValueError:

@@ -26,6 +26,7 @@ class Listed(NamedTuple):
 
     expression: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
 
 class Vocabulary:
