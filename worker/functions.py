@@ -85,7 +85,7 @@ def describe(error: BaseException, limit: int = _MAX_ERROR_CHARS) -> str:
     """Return `Type: message` of an exception, bounded, also where its own `str` raises."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
+    except BaseException:  # noqa: BLE001 - a user's __str__ may raise anything, SystemExit too
         text = "(its message cannot be shown)"
     text = text[:limit] + " …" if len(text) > limit else text
     name = type(error).__name__
