@@ -74,8 +74,10 @@ class PythonTool:
         except IsolatedFault as fault:
             if fault.detail == "timeout":
                 raise ToolTrouble(_overdue(timeout_s), ToolError.TIMEOUT) from None
+            # No program makes its job raise: a disk is full, or no process can be had.
+            again = fault.retryable or fault.detail == "raised"
             raise ToolFault(
-                f"the tool python: {fault}", retryable=fault.retryable, detail=fault.detail
+                f"the tool python: {fault}", retryable=again, detail=fault.detail
             ) from None
         return _shown(ran, timeout_s)
 
@@ -94,4 +96,4 @@ def _shown(ran: dict[str, Any], timeout_s: float) -> str:
 
 
 def _overdue(timeout_s: float) -> str:
-    return f"the program did not end within {timeout_s:g} s"
+    return f"the program did not end within {timeout_s:.3g} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,74 +85,6 @@ async def test_a_result_that_contains_itself_is_an_observation() -> None:
     text, error = await outcome(f)
     assert error is ToolError.BAD_RESULT
     assert "cannot be shown" in text
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError("boom"), "Error: ValueError: boom"),
-        (Unspeakable(), "Error: Unspeakable: (its message cannot be shown)"),
-        (SystemExit(3), "Error: Exited: SystemExit: 3"),
-    ],
-)
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_a_tool_that_raises_is_an_observation_without_a_trace(
-    error: BaseException, text: str, is_async: bool
-) -> None:
-    async def async_f() -> None:
-        """Break."""
-        raise error
-
-    def sync_f() -> None:
-        """Break."""
-        raise error
-
-    assert await outcome(async_f if is_async else sync_f) == (text, ToolError.RAISED)
-
-
-async def test_a_message_of_a_megabyte_is_cut() -> None:
-    def f() -> None:
-        """Break loudly."""
-        raise RuntimeError("x" * 10**6)
-
-    text, error = await outcome(f)
-    assert error is ToolError.RAISED
-    assert text.startswith("Error: RuntimeError: xxx")
-    assert len(text) <= 512
-
-
-async def test_a_cancellation_that_leaks_out_of_a_tool_is_an_observation() -> None:
-    async def f() -> None:
-        """Await something that was cancelled."""
-        raise asyncio.CancelledError
-
-    assert await outcome(f) == ("Error: f was cancelled", ToolError.CANCELLED)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_a_hanging_tool_is_an_observation_and_its_late_result_is_discarded(
-    is_async: bool,
-) -> None:
-    async def async_f() -> str:
-        """Sleep."""
-        await asyncio.sleep(0.2)
-        return "late"
-
-    def sync_f() -> str:
-        """Sleep."""
-        time.sleep(0.2)
-        return "late"
-
-    function = async_f if is_async else sync_f
-    text, error = await outcome(function, timeout_s=0.05)
-    assert error is ToolError.TIMEOUT
-    assert text == f"Error: {function.__name__} did not answer within 0.05 s"
-    await asyncio.sleep(0.2)  # the late result arrives, and nobody minds
 
 
 async def test_arguments_are_held_against_the_schema_before_the_tool_runs() -> None:
