@@ -26,6 +26,10 @@ _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _INBOX = re.compile(r"[0-9A-Za-z._-]{1,80}")
 
 
+class JobBroken(RuntimeError):
+    """The machine failed a job (a full disk, no CPU), not its input: another try may succeed."""
+
+
 def inbox_key(run: str, inbox: str) -> str:
     """Return the list that results for one worker are pushed to.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..functions import describe, is_path, resolve
 from . import maths
-from .messages import failure, result
+from .messages import JobBroken, failure, result
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,17 @@ class Job:
     Attributes:
         run: takes a JSON object and returns a JSON value; what it raises is "no result".
         warm: imports and uses what `run` needs, once, before the processes of jobs are forked.
+        shares_process: one process may run several of them, one after another, because `run`
+            leaves nothing behind; a function of the operator's gets a process of its own.
     """
 
     run: Callable[[dict[str, Any]], Any]
     warm: Callable[[], None] | None = None
+    shares_process: bool = False
 
 
 JOBS: Mapping[str, Job] = {
-    "math_verify": Job(maths.math_verify, maths.warm),
+    "math_verify": Job(maths.math_verify, maths.warm, shares_process=True),
 }
 """Name in a message → job. Functions of the operator come beside them (`table_of`)."""
 BUILT_IN = tuple(sorted(JOBS))
@@ -63,6 +66,8 @@ def perform(job: Job, token: str, payload: Any) -> bytes:
         return failure(token, "the payload of a job is a JSON object", "invalid")
     try:
         value = job.run(payload)
+    except JobBroken as error:
+        return failure(token, describe(error), "crashed")
     except Exception as error:  # noqa: BLE001 - what is judged can make it raise anything
         return failure(token, describe(error), "raised")
     with contextlib.suppress(AttributeError, TypeError, ValueError):

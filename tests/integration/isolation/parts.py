@@ -6,7 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,24 @@ class Asker(Isolated):
 
     timeout_s = 5.0
 
-    async def judge(self, answer: str, label: str) -> Any:
+    async def judge(self, answer: str, label: str) -> float:
         payload = {"answer": answer, "label": label}
-        return await self.call("math_verify", payload, timeout_s=self.timeout_s)
+        reward: float = await self.call("math_verify", payload, timeout_s=self.timeout_s)
+        return reward
 
 
-def start_verifier(url: str) -> subprocess.Popen[str]:
-    """Start a verifier and wait until it says that it is ready."""
+def start_verifier(url: str, *more: str, processes: int = 1) -> subprocess.Popen[str]:
+    """Start a verifier of so many processes and wait until it says that it is ready."""
+    count = str(processes)
     process = subprocess.Popen(
-        [sys.executable, "-m", "worker.isolation.verifier", "--redis.url", url],
+        [
+            sys.executable, "-m", "worker.isolation.verifier", "--redis.url", url,
+            "--verifier.processes", count, "--verifier.max_processes", count, *more,
+        ],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent,
-    )
+    )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:
         if "verifier_ready" in line:
@@ -65,10 +70,51 @@ async def asking(url: str, run: str, timeout_s: float = 5.0, **how: Any) -> Asyn
         await isolated.aclose()
 
 
-def children(process: subprocess.Popen[str]) -> list[int]:
-    """Return the processes that the verifier forked and that live."""
-    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    return [int(pid) for pid in listed.split()]
+def children(pid: int) -> list[int]:
+    """Return the children of a process that live."""
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for child in listed.split()]
+
+
+def below(pid: int) -> list[int]:
+    """Return all processes below one."""
+    return [found for child in children(pid) for found in (child, *below(child))]
+
+
+def servers(verifier: subprocess.Popen[str]) -> list[int]:
+    """Return the processes that take jobs."""
+    return children(verifier.pid)
+
+
+def pens(verifier: subprocess.Popen[str]) -> list[int]:
+    """Return the processes that jobs run in."""
+    return [pen for server in servers(verifier) for pen in children(server)]
+
+
+def cpu_ticks(pid: int) -> int:
+    """Return the CPU time that a process has had; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+async def at_work(verifier: subprocess.Popen[str], but: Sequence[int] = ()) -> int:
+    """Return a process in which a job computes, once there is one."""
+    before: dict[int, int] = {}
+
+    def busy() -> list[int]:
+        now = {pid: cpu_ticks(pid) for pid in pens(verifier) if pid not in but}
+        for pid, ticks in now.items():
+            before.setdefault(pid, ticks)
+        return [pid for pid, ticks in now.items() if ticks > before[pid] + 5]
+
+    found: list[int] = await until(busy)
+    return found[0]
 
 
 async def until(condition: Callable[[], Any], limit_s: float = 45.0) -> Any:

@@ -12,7 +12,7 @@ from rollstream.group import PromptGroup, Trajectory
 from tests.integration.worker.parts import a_run
 from worker.isolation import IsolatedFault
 
-from .parts import HANGS, Asker, asking, children, end, start_verifier, until
+from .parts import HANGS, Asker, asking, at_work, end, start_verifier
 
 pytestmark = [pytest.mark.xdist_group("verifier"), pytest.mark.timeout(120)]
 
@@ -47,8 +47,8 @@ async def test_a_sample_whose_judge_is_killed_is_tried_again_and_lands(
             await run.enqueue(0, 1)
             run.worker(scorer=scorer).start()
             killed: list[int] = []
-            for _ in range(2):  # RQ tries the job once more by itself
-                [pid] = await until(lambda: [p for p in children(verifier) if p not in killed])
+            for _ in range(2):  # the verifier tries the job once more by itself
+                pid = await at_work(verifier, but=killed)
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
             await run.ready(1)

@@ -28,6 +28,7 @@ from rollstream.queue import calls
 from rollstream.wire import encode_prompt
 from tests.backstage import Backstage, Connect, wait_until
 from tests.builders import a_prompt
+from tests.integration.isolation.parts import children
 from tests.integration.worker.parts import Run, a_run
 from tests.integration.worker.parts import wait_until as wait_in_loop
 from worker.aggregate.loader import LoadedFilter
@@ -216,13 +217,17 @@ def test_verifier_refuses_hostile_jobs_and_judges_the_others(
         log = tmp_path / "verifier.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "worker.isolation.verifier", "--redis.url", server.url],
+                [
+                    sys.executable, "-m", "worker.isolation.verifier", "--redis.url", server.url,
+                    "--verifier.max_processes", "1",
+                ],
                 stderr=out,
                 preexec_fn=die_with_parent,
-            )
+            )  # fmt: skip
         try:
             wait_until(lambda: b"verifier_ready" in log.read_bytes(), 15)
-            before = peak_bytes(process.pid)
+            [server_pid] = wait_until(lambda: children(process.pid), 15)
+            before = peak_bytes(server_pid)
             for number, payload in enumerate(payloads.values()):
                 job = f"hostile-{number}"
                 client.hset(
@@ -246,7 +251,7 @@ def test_verifier_refuses_hostile_jobs_and_judges_the_others(
             answer = client.blpop(["rs:{r}:r:i"], 8)
             assert answer is not None, log.read_text()[-2000:]
             assert process.poll() is None
-            assert peak_bytes(process.pid) - before < INFLATED
+            assert peak_bytes(server_pid) - before < INFLATED
             assert "quitting" not in log.read_text()  # RQ's word for a worker that gives up
         finally:
             process.kill()

@@ -1,0 +1,269 @@
+"""One server of a verifier: an RQ worker whose jobs run in its pen, and whose results are told.
+
+Owns one slot, one process for jobs, and RQ's bookkeeping around them. Never runs a job itself,
+never imports what a message names (the table is closed), never serves a second queue. Invariant:
+every job that it took ends within its `timeout_s` plus a moment, and its end is told: by the job,
+or by this process where the job cannot.
+
+It ends between two jobs when asked to, and with all that its job started when its supervisor is
+gone; an outage of Redis does not end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import redis
+import structlog
+from rq import Queue, SimpleWorker
+from rq.exceptions import StopRequested
+from rq.job import Job
+from rq.timeouts import BaseDeathPenalty
+
+from rollstream.queue.connection import Reach
+from rollstream.settings import VerifierTable
+
+from . import leftovers
+from .desk import Desk
+from .inboxes import Inboxes
+from .messages import MAX_TIMEOUT_S, QUEUE, failure
+from .pen import Abandoned, Crashed, Overdue, Pen, die_with
+from .place import Place, settle
+from .table import Job as Entry
+
+MAX_JOB_BYTES = 8 << 20
+"""Of a job's record, inflated; RQ itself inflates whatever it finds."""
+TRIES = 2
+"""Of a job whose process dies, within its time."""
+_DEQUEUE_S = 1
+"""How soon an idle server notices that it shall end."""
+_MAX_BACKOFF_S = 5.0
+log = structlog.get_logger("verifier")
+
+
+class Server:
+    """What a server knows of itself, and how it runs one job."""
+
+    def __init__(
+        self, slot: int, desk: Desk, table: Mapping[str, Entry], inboxes: Inboxes,
+        limits: VerifierTable,
+    ) -> None:  # fmt: skip
+        self.slot, self.desk, self.table, self.inboxes = slot, desk, table, inboxes
+        self.supervisor = os.getppid()
+        self._asked = False
+        self.pen = Pen(table, limits, is_abandoned=lambda: self.is_abandoned)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the supervisor is gone."""
+        return os.getppid() != self.supervisor
+
+    @property
+    def shall_end(self) -> bool:
+        """Whether it takes no further job."""
+        return self._asked or self.is_abandoned or self.desk.is_retired(self.slot)
+
+    def ask_to_end(self, *_: Any) -> None:
+        """Take no further job; the one that runs goes on."""
+        self._asked = True
+
+    def run(
+        self,
+        name: str,
+        *,
+        run: str,
+        inbox: str,
+        token: str,
+        payload: Any,
+        timeout_s: Any,
+    ) -> None:
+        """Run one job and tell how it ended.
+
+        Raises:
+            redis.RedisError: it could not be told.
+        """
+        self.desk.begin(self.slot, {"run": run, "inbox": inbox, "token": token, "job": name})
+        try:
+            self.inboxes.push(run, inbox, self._message(name, token, payload, _bounded(timeout_s)))
+        finally:
+            self.desk.end(self.slot)
+        self.pen.prepare()
+
+    def _message(self, name: str, token: str, payload: Any, timeout_s: float) -> bytes:
+        limit = time.monotonic() + timeout_s
+        crashed = Crashed()
+        for _ in range(TRIES):
+            left_s = limit - time.monotonic()
+            try:
+                if left_s > 0:
+                    return self.pen.run(name, token, payload, left_s)
+            except Overdue:
+                log.warning("job_killed", job=name, timeout_s=timeout_s)
+                return failure(token, f"killed after {timeout_s:g} s", "timeout")
+            except Crashed as error:
+                log.warning("job_crashed", job=name, how=str(error))
+                crashed = error
+        return failure(token, str(crashed), "crashed")
+
+    def refuse(self, name: str, *_: Any, **given: Any) -> None:
+        """Tell whoever asked that there is no such job.
+
+        Raises:
+            ValueError: always; RQ keeps its text.
+        """
+        known = ", ".join(sorted(self.table))
+        text = f"no job is called {name[:80]!r}; this verifier knows {known}"
+        with contextlib.suppress(KeyError, ValueError):  # nobody can be told
+            message = failure(str(given["token"]), text, "invalid")
+            self.inboxes.push(str(given["run"]), str(given["inbox"]), message)
+        raise ValueError(text)
+
+
+class TableJob(Job):  # type: ignore[misc]  # rq has no types
+    """A job whose function is an entry of the closed table, and that calls nothing else.
+
+    RQ's own class imports any dotted path that a job names: its function, its callbacks, its
+    webhooks.
+    """
+
+    server: Server
+
+    @property
+    def func(self) -> Callable[..., None]:
+        """What runs the entry that the job names, or says that there is none."""
+        name = str(self.func_name)
+        if name not in self.server.table or self.instance:
+            return functools.partial(self.server.refuse, name)
+        return functools.partial(self.server.run, name)
+
+    success_callback = failure_callback = stopped_callback = None
+
+    def restore(self, raw_data: Any) -> None:
+        """Read the record; what would inflate to more than a job can be is not inflated."""
+        bounded = {name: _unless_bomb(value) for name, value in dict(raw_data).items()}
+        super().restore(bounded)
+
+    def send_webhooks(self, *_args: Any, **_kwargs: Any) -> None:
+        """Send nothing."""
+
+
+class TableQueue(Queue):  # type: ignore[misc]  # rq has no types
+    """A queue that is left between two jobs only: one that was taken is never put down."""
+
+    @classmethod
+    def dequeue_any(cls, queues: Any, timeout: int | None, **options: Any) -> Any:
+        """Wait for a job.
+
+        RQ's own worker leaves by an exception out of its signal handler, and a job that it had just
+        taken is lost (rq#2236).
+
+        Raises:
+            StopRequested: this server shall end.
+        """
+        if TableJob.server.shall_end:
+            raise StopRequested
+        return super().dequeue_any(queues, min(timeout or _DEQUEUE_S, _DEQUEUE_S), **options)
+
+
+class NoAlarm(BaseDeathPenalty):  # type: ignore[misc]  # rq has no types
+    """No exception in the middle of the server's own work: the pen bounds every job."""
+
+    def setup_death_penalty(self) -> None:
+        """Set no alarm."""
+
+    def cancel_death_penalty(self) -> None:
+        """There is none."""
+
+
+class JobServer(SimpleWorker):  # type: ignore[misc]  # rq has no types
+    """RQ's worker without what it does beside jobs."""
+
+    max_connection_wait_time = _MAX_BACKOFF_S
+    death_penalty_class = NoAlarm
+
+    def check_for_suspension(self, burst: bool) -> None:
+        """Never wait for `rq resume`: a verifier is stopped by stopping it."""
+
+    def _install_signal_handlers(self) -> None:
+        """Leave those of the server."""
+
+    def subscribe(self) -> None:
+        """Listen to no commands: whoever writes to Redis ends no verifier."""
+
+    def unsubscribe(self) -> None:
+        """Nothing was subscribed to."""
+
+
+def _unless_bomb(value: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    try:
+        inflate.decompress(value, MAX_JOB_BYTES)
+    except zlib.error:
+        return value  # not compressed
+    return b"" if inflate.unconsumed_tail else value
+
+
+def _bounded(timeout_s: Any) -> float:
+    if isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_TIMEOUT_S:
+        return float(timeout_s)
+    return MAX_TIMEOUT_S
+
+
+def serve(
+    slot: int,
+    desk: Desk,
+    table: Mapping[str, Entry],
+    inboxes: Inboxes,
+    limits: VerifierTable,
+    reach: Reach,
+) -> None:
+    """Run jobs in this forked process until it shall end; a Redis that is away is waited for."""
+    server = TableJob.server = Server(slot, desk, table, inboxes, limits)
+    os.setpgid(0, 0)  # what is meant for the supervisor's group is the supervisor's to pass on
+    signal.signal(signal.SIGTERM, server.ask_to_end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(server.supervisor, signal.SIGTERM)
+    leftovers.adopt_orphans()
+    random.seed()
+    settle(Place(slot, limits))
+    # No bound on a reply here: RQ sets one, behind its blocking reads.
+    connection = reach.blocking_client(socket_timeout=None)
+    wait_s = 0.1
+    try:
+        while not server.shall_end:
+            started = time.monotonic()
+            try:
+                server.pen.prepare()
+                _worker(connection).work(logging_level="WARNING")
+            except redis.RedisError as error:
+                log.warning("redis_away", error=str(error))
+            wait_s = 0.1 if time.monotonic() - started > _MAX_BACKOFF_S else wait_s
+            if not server.shall_end:
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, _MAX_BACKOFF_S)
+    except Abandoned:
+        pass
+    finally:
+        server.pen.end()
+
+
+def _worker(connection: redis.Redis) -> JobServer:
+    queue = TableQueue(QUEUE, connection=connection, serializer="json", job_class=TableJob)
+    return JobServer(
+        [queue],
+        connection=connection,
+        serializer="json",
+        job_class=TableJob,
+        queue_class=TableQueue,
+        worker_ttl=60,
+        maintenance_interval=60,
+        log_job_description=False,
+    )
