@@ -13,13 +13,15 @@ import pytest
 
 from rollstream.errors import ConfigError, ToolFault
 from rollstream.settings import McpTable
+from worker.tools import ToolLoader, run_calls
 from worker.tools.mcp import McpServers, McpTool
 from worker.tools.outcome import ToolError, ToolTrouble
+from worker.types import ToolCall
 
 from .mcp_parts import ToyServer, connected, tools_of, toy_server, wait_until
 
 LONG_S = 30.0
-SHORT_S = 0.3
+SHORT_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,32 @@ async def test_what_a_tool_says_of_its_failure_is_what_the_model_reads(server: T
     assert "gone" in unknown.text
 
 
+async def test_calls_of_one_turn_run_side_by_side_and_are_read_in_order(
+    server: ToyServer,
+) -> None:
+    calls = [
+        ToolCall("1", "tell", {"key": "t", "seconds": 0.2}),
+        ToolCall("2", "add", {"a": 1, "b": "x"}),
+        ToolCall("3", "fail", {"text": "no"}),
+        ToolCall("4", "odd", {"kind": "nul"}),
+    ]
+    async with connected(server) as servers:
+        tools = ToolLoader(servers=servers.tools).load(["mcp:toys", "calculator"])
+        observations = await run_calls(calls, tools, timeout_s=LONG_S, max_chars=100)
+        server.breaks("500")
+        try:
+            with pytest.raises(ToolFault, match="HTTP 500"):
+                await run_calls(calls, tools, timeout_s=LONG_S, max_chars=100)
+        finally:
+            server.breaks("")
+    assert [(o.text, o.error) for o in observations[::2]] == [
+        ("did t", None),
+        ("Error: Error executing tool fail: no", ToolError.RAISED),
+    ]
+    assert observations[1].error is ToolError.BAD_ARGUMENTS  # our own check: it was never sent
+    assert observations[3].text == "a\ufffdb"
+
+
 async def test_a_call_that_is_overdue_is_cancelled_at_the_server(server: ToyServer) -> None:
     async with connected(server, connections=1) as servers:
         tools = tools_of(servers)
@@ -101,11 +129,13 @@ async def test_a_call_whose_sample_ends_is_cancelled_at_the_server(server: ToySe
 async def test_a_result_without_end_costs_only_its_own_call(server: ToyServer) -> None:
     async with connected(server, connections=1) as servers:
         tools = tools_of(servers)
-        beside = asyncio.create_task(tools["tell"].call_within({"key": "b", "seconds": 1}, LONG_S))
+        beside = asyncio.create_task(tools["hang"].call_within({"key": "b"}, LONG_S))
+        await wait_until(lambda: server.lines("began b"))
         trouble = await trouble_of(tools["big"], {"characters": 5 * 1024 * 1024}, LONG_S)
         assert trouble.error is ToolError.BAD_RESULT
         assert "larger than 4 MB" in trouble.text
-        assert await beside == "did b"
+        assert not beside.done(), "another call of the session was hit"
+        beside.cancel()
         assert len(await tools["big"]({"characters": 1024 * 1024})) == 1024 * 1024
 
 
@@ -228,8 +258,20 @@ async def test_a_server_that_nothing_names_is_never_reached() -> None:
     await servers.aclose()
 
 
-@pytest.mark.parametrize("kind", ["nobody", "silent", "html", "line-noise"])
-async def test_what_is_no_server_is_refused_at_the_start(kind: str) -> None:
+NO_SERVERS = {
+    "nobody": "no connection",
+    "silent": "no answer within",
+    "html": "text/html",
+    "line-noise": "connection broke",
+}
+
+
+async def test_what_is_no_server_is_refused_at_the_start() -> None:
+    said = await asyncio.gather(*map(_refusal_of, NO_SERVERS))
+    assert all(words in text for words, text in zip(NO_SERVERS.values(), said, strict=True)), said
+
+
+async def _refusal_of(kind: str) -> str:
     answers = {
         "html": b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\nhi",
         "line-noise": b"\x00\xff SSH-2.0\r\n\r\n",
@@ -248,12 +290,13 @@ async def test_what_is_no_server_is_refused_at_the_start(kind: str) -> None:
     if kind == "nobody":
         listener.close()
         await listener.wait_closed()
+    table = McpTable(url=f"http://127.0.0.1:{port}/mcp", connect_timeout_s=1.0)
+    servers = McpServers({"toys": table}, [["mcp:toys"]])
     with pytest.raises(ConfigError, match=r"mcp\.toys.*cannot be used") as caught:
-        async with connected(f"http://127.0.0.1:{port}/mcp", connect_timeout_s=SHORT_S):
-            pass
+        await servers.start()
+    await servers.aclose()
     listener.close()
-    said = {"nobody": "no connection", "silent": "no answer within", "html": "text/html"}
-    assert said.get(kind, "connection broke") in str(caught.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("content", [None, "", "two words"])

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("worker")
 
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 2.0
+"""Between attempts; the latter also a quarter of `connect_timeout_s`, so that a call that waits so
+long meets several."""
 UNREACHABLE, REFUSED, LOST = "mcp_unreachable", "mcp_refused", "mcp_lost"
 """Details of a `ToolFault`."""
 
@@ -47,6 +49,7 @@ class McpServer:
 
     def __init__(self, name: str, table: McpTable) -> None:
         self.name, self._table = name, table
+        self._most_delay_s = min(MOST_DELAY_S, table.connect_timeout_s / 4)
         self._sessions: list[Session] = []
         """All that still run, those that are about to end included."""
         self._opening: asyncio.Task[NotOpened | None] | None = None
@@ -133,7 +136,7 @@ class McpServer:
             if time.monotonic() + delay_s >= patience:
                 raise self._fault(UNREACHABLE, fate.said)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, MOST_DELAY_S)
+            delay_s = min(2 * delay_s, self._most_delay_s)
 
     def _judge(self, session: Session, fate: Fate, error: Exception) -> None:
         """Return where a call may be sent again; raise what became of it otherwise."""
@@ -200,7 +203,7 @@ class McpServer:
         except (NotOpened, ConfigError) as error:
             self._problem = error if isinstance(error, NotOpened) else NotOpened(str(error))
             self._not_before = time.monotonic() + self._delay_s * random.uniform(0.5, 1.0)
-            self._delay_s = min(2 * self._delay_s, MOST_DELAY_S)
+            self._delay_s = min(2 * self._delay_s, self._most_delay_s)
             self._say_down(self._problem)
             return self._problem
         self._delay_s, self._not_before, self._problem = FIRST_DELAY_S, 0.0, None
