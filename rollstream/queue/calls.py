@@ -27,12 +27,17 @@ from rollstream.queue.answers import (
     StateAnswer,
     SweepAnswer,
 )
-from rollstream.queue.keys import EVALUATION_PRIORITY, MAX_ENGINES_BYTES, MAX_LABEL_CHARS
+from rollstream.queue.keys import (
+    EVALUATION_PRIORITY,
+    MAX_ENGINES_BYTES,
+    MAX_LABEL_CHARS,
+    PAST_MEMBERS,
+)
 
 T = TypeVar("T")
 Arg = bytes | str | int | float
 MAX_ERROR_CHARS = 2000
-"""Of a member's error that is kept for people."""
+"""Of an error or a drop's detail that is kept for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,11 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def _told(text: str) -> str:
+    """Return what people are told, bounded; a lone surrogate, which UTF-8 cannot say, as `?`."""
+    return text[:MAX_ERROR_CHARS].encode(errors="replace").decode()
+
+
 def _one_text(answer: Any) -> str:
     return _text(answer[0]) if isinstance(answer, list) else _text(answer)
 
@@ -77,7 +87,8 @@ def open_run(schema: int, fingerprint: str, budgets: dict[str, Arg]) -> ScriptCa
 
     On "same" the budgets are set anew (a producer restarted with another capacity means it).
     Budgets: lease_ms, cap, W, max_attempts, max_crashes, max_requeues, max_stale, max_body,
-    on_stale (`drop`, `requeue` or `deliver`); beside them weights_mode, for workers and trainer.
+    on_stale (`drop`, `requeue` or `deliver`), max_drops (verdicts in a row that drop, 0 is any
+    number); beside them weights_mode, for workers and trainer.
     """
     flat = tuple(part for item in budgets.items() for part in item)
     return ScriptCall("open", (schema, fingerprint, *flat), _texts)
@@ -205,7 +216,7 @@ def fail(
         delay_s: how long it waits before anybody may lease it again.
         forget: what it parked earlier is deleted, so the next attempt begins at the prompt.
     """
-    text, delay_ms = error[:MAX_ERROR_CHARS], int(delay_s * 1000)
+    text, delay_ms = _told(error), int(delay_s * 1000)
     args = (lease.group_index, lease.member, lease.token, report, reason, text, delay_ms)
     return ScriptCall("fail", (*args, "forget") if forget else args, _text)
 
@@ -274,22 +285,25 @@ def verdict(
 ) -> ScriptCall[str]:
     """Judge a full group: `ready`, `dropped`, or `noop` for a verdict of an earlier life.
 
+    Drops in a row, none kept between them, end the run as failed once they are `max_drops`.
+
     Args:
         group_index: as Redis names it.
         message_id: of the entry in `full` that was judged: the fence.
         drop: why it is dropped; None keeps it.
         detail: of the drop, for people (`past`).
-        headers: new headers per member (group rewards).
+        headers: new headers per member (group rewards); of a drop only its record has them.
     """
     args: list[Arg] = [
         group_index,
         message_id,
         "keep" if drop is None else "drop",
         drop or "",
-        detail,
+        _told(detail),
     ]
     for member, header in (headers or {}).items():
-        args += (member, header)
+        if drop is None or member < PAST_MEMBERS:
+            args += (member, header)
     return ScriptCall("verdict", tuple(args), _text)
 
 
@@ -483,7 +497,7 @@ def abort_run(reason: str = "") -> ScriptCall[str]:
 
 def fail_run(reason: str) -> ScriptCall[str]:
     """Stop the run as failed; its groups stay for inspection."""
-    return ScriptCall("end", ("fail", reason), _text)
+    return ScriptCall("end", ("fail", _told(reason)), _text)
 
 
 def audit(*, deep: bool = False) -> ScriptCall[AuditAnswer]:

@@ -7,7 +7,8 @@
 -- repeat: the same answer, nothing is written but a pause's deadline, which begins anew
 -- uses: clock wake control types pausing
 local BUDGETS = {cap = true, W = true, lease_ms = true, max_attempts = true, max_crashes = true,
-                 max_requeues = true, max_stale = true, max_body = true, on_stale = true}
+                 max_requeues = true, max_stale = true, max_body = true, on_stale = true,
+                 max_drops = true}
 local ON_STALE = {drop = true, requeue = true, deliver = true}
 local MAX_LABELS = 64
 permit_full_memory()

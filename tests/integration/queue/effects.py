@@ -24,7 +24,8 @@ _ALWAYS = frozenset({"delivered", "frontier", "base"})
 _M_FIELDS: dict[str, frozenset[str]] = {
     "enqueue": frozenset({"seq"}),
     "deliver": _ALWAYS, "ack": _ALWAYS, "retire": _ALWAYS, "withdraw": _ALWAYS,
-    "verdict": _ALWAYS, "requeue": frozenset({"delivered"}),
+    "verdict": _ALWAYS | {"streak", "state", "error", "control_seq"},
+    "requeue": frozenset({"delivered"}),
     "sweep": _ALWAYS | {"clock", "clock_tick", "grace_until", "state", "control_seq",
                         "paused_total", "pause_until"},
     "rewind": _ALWAYS | {"rewind_id", "epoch", "done", "control_seq"},

@@ -242,6 +242,11 @@ MUTATIONS = [
       "for j = 6, #ARGV, 2 do call('HSET', g, 'h' .. ARGV[j], ARGV[j + 1]) end"),
     M("a kept group keeps its entry in full", "verdict",
       "pcall(remove_entry, 'full', 'aggregators', message)", "true"),
+    M("a drop is not counted in the row", "verdict", "  count_drop(gid, reason, detail)\n"),
+    M("a kept group does not end the row", "verdict", "call('HDEL', M, 'streak')"),
+    M("drops in a row never fail the run", "verdict", "if most == 0 or total < most or",
+      "if true or"),
+    M("one drop more than may be", "verdict", "total < most or", "total <= most or"),
     M("a late verdict leaves its entry", "verdict",
       "remove_entry('full', 'aggregators', message)\n  return 'noop'", "return 'noop'"),
     # --- ends ---

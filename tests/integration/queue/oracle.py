@@ -32,7 +32,7 @@ from tests.queue_bench import unpack_ids
 MAX_LEASE, FAIR_SHARE, PROMOTE = 256, 8, 256
 MAX_SUSPECTS, SUSPECT_CRASHES, ALONE_CRASHES = 8, 2, 3
 BUDGETS = {"cap", "W", "lease_ms", "max_attempts", "max_crashes", "max_requeues", "max_stale",
-           "max_body", "on_stale"}  # fmt: skip
+           "max_body", "on_stale", "max_drops"}  # fmt: skip
 MAX_LABELS = 64
 ON_STALE = {"drop", "requeue", "deliver"}
 

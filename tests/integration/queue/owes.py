@@ -193,10 +193,25 @@ def _nothing_due(answer: Any, before: Sight, after: Sight, clock: int, run_clock
 
 def _after_verdict(args: list[str], answer: Any, scene: Scene, after: Sight) -> None:
     assert args[1] not in after.entries["full"], "a judged entry is left"
+    before, row = scene.before, _streak(scene.before)
+    row = {"dropped": [*row, args[3]], "ready": []}.get(answer, row)
+    assert sorted(_streak(after)) == sorted(row), "drops in a row"
+    is_stop = answer == "dropped" and 0 < int(before.m.get("max_drops", 0)) <= len(row)
+    if is_stop and before.m["state"] in ("running", "paused"):
+        assert after.m["state"] == "failed", "as many drops in a row as may be"
+        assert f"{len(row)} groups in a row were dropped" in after.m["error"]
+    else:
+        assert after.m["state"] == before.m["state"], "a verdict ended the run"
     if answer == "ready":
         group = after.groups[args[0]]
         for member, header in zip(args[5::2], args[6::2], strict=True):
             assert group.members[int(member)].header == header.encode("latin-1")
+
+
+def _streak(sight: Sight) -> list[str]:
+    """Return the reason of every drop in a row."""
+    counted = (part.split("=") for part in sight.m.get("streak", "").split())
+    return [reason for reason, count in counted for _ in range(int(count))]
 
 
 def _after_control(args: list[str], answer: Any, scene: Scene, after: Sight) -> None:

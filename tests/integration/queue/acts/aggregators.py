@@ -54,7 +54,7 @@ class AggregatorActs(WalkState):
         return full and group is not None and group.text("full_id") != entry.message_id
 
     def judge_entry(self, entry: StreamEntry, *, keep: bool | None = None) -> None:
-        keep = self.chance(0.85) if keep is None else keep
+        keep = self.chance(0.6) if keep is None else keep
         reason = None if keep else DropReason.ZERO_STD
         if keep and entry.deliveries > MAX_DELIVERIES:
             reason = DropReason.FILTER_ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollstream.errors import DropReason
 from rollstream.queue import calls
 from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.calls import ScriptCall
@@ -103,11 +104,26 @@ class OperatorActs(ServerActs):
             self.scan = place
         self.stats[f"dangling {state}"] += 1
 
+    def drop_too_many(self) -> bool:
+        """Let a verdict's drop fail the run; False where no group is full."""
+        full = [gid for gid, group in self.sight.groups.items() if group.state == "full"]
+        if not full or self.sight.m["state"] not in ("running", "paused"):
+            return False
+        row = sum(int(part.split("=")[1]) for part in self.sight.m.get("streak", "").split())
+        self.call(calls.set_budget("max_drops", row + 1))
+        group = self.sight.groups[min(full)]
+        call = calls.verdict(group.gid, group.text("full_id"), drop=DropReason.RANGE)
+        assert self.call(call) == "dropped"
+        assert self.sight.m["state"] == "failed"
+        self.stats["too many drops"] += 1
+        return True
+
     def abort(self) -> None:
         """End the run in mid-flight, by way of `failed` or not."""
         self.memory_comes_back()
         if self.chance(0.3):
-            assert self.call(calls.fail_run("engines")) == "failed"
+            if not (self.chance(0.5) and self.drop_too_many()):
+                assert self.call(calls.fail_run("engines")) == "failed"
             live = {gid for gid in self.sight.groups if gid.isdecimal()}
             self.sweep_all()
             assert self.call(calls.enqueue(self.sight.frontier, 1, b"p")) == "failed"
