@@ -7,13 +7,16 @@ without what it needs.
 
 Capacity comes first among the bounds on staleness: with `groups_per_step * (1 + max_staleness)`
 groups live, the youngest of them is at most `max_staleness` steps of the trainer away. What is
-evicted beyond it (a group that took longer than its neighbours) is the exception then.
+evicted beyond it (a group that took longer than its neighbours) is the exception then. Where
+filters drop many groups, `over_sampling` times as many live, so that a step fills at once from what
+they leave; of what they do not drop, more gets stale.
 
 Unit: groups, and steps of the trainer, each of which is one weight version.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rollstream.errors import ConfigError
@@ -24,6 +27,7 @@ from rollstream.settings import Settings
 UNBOUNDED = -1
 """As `max_staleness`: no version is too old."""
 BY_STEPS = "weights.groups_per_step * (1 + weights.max_staleness)"
+OVER = " * producer.over_sampling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Pace:
     groups_per_step: int | None
     max_staleness: int
     """-1 is unbounded."""
+    max_drops: int
+    """Groups in a row that verdicts may drop before the run fails; 0 is any number."""
     on_stale: str
     """`drop`, `requeue` or `deliver`."""
 
@@ -67,10 +73,14 @@ def pace_of(settings: Settings) -> Pace:
         )
     staleness = 0 if is_strict else weights.max_staleness
     on_stale = weights.on_stale or ("requeue" if is_strict else "drop")
-    paced = None if a_step is None or staleness == UNBOUNDED else a_step * (1 + staleness)
-    if paced is None or paced > most:
-        return Pace(most, "producer.capacity_groups", a_step, staleness, on_stale)
-    return Pace(paced, BY_STEPS, a_step, staleness, on_stale)
+    capacity, bound_by = most, "producer.capacity_groups"
+    if a_step is not None and staleness != UNBOUNDED:
+        over = settings.producer.over_sampling
+        paced = math.ceil(round(a_step * (1 + staleness) * over, 6))
+        if paced <= most:
+            capacity, bound_by = paced, BY_STEPS + (OVER if over > 1 else "")
+    max_drops = settings.aggregator.stop_after_dropped_batches * (a_step or capacity)
+    return Pace(capacity, bound_by, a_step, staleness, max_drops, on_stale)
 
 
 def budgets_of(settings: Settings) -> dict[str, Arg]:
@@ -89,6 +99,7 @@ def budgets_of(settings: Settings) -> dict[str, Arg]:
         "max_requeues": weights.max_requeues,
         "max_stale": pace.max_staleness,
         "on_stale": pace.on_stale,
+        "max_drops": pace.max_drops,
         "weights_mode": weights.mode,
         "max_body": worker.max_body_bytes,
     }

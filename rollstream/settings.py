@@ -415,8 +415,9 @@ class AggregatorTable(Table):
     """What becomes of samples that a limit cut: trained, delivered with no token to train, or
     missing from their group."""
     stop_after_dropped_batches: int = Field(10, ge=0)
-    """Batches' worth of groups that filters drop in a row, not one kept between them, that end the
-    run as failed; 0 is never. A batch is `weights.groups_per_step`, or the capacity."""
+    """Batches' worth of groups that are dropped by filters or as short in a row, not one kept
+    between them, that end the run as failed; 0 is never. A batch is `weights.groups_per_step`, or
+    the capacity."""
 
 
 class WeightsTable(Table):

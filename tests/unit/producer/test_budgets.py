@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from producer.budgets import BY_STEPS, budgets_of, pace_of
+from producer.budgets import BY_STEPS, OVER, budgets_of, pace_of
 from rollstream.errors import ConfigError
-from rollstream.settings import ProducerTable, Settings, WeightsTable
+from rollstream.settings import AggregatorTable, ProducerTable, Settings, WeightsTable
 
 BY_CAPACITY = "producer.capacity_groups"
 
@@ -88,3 +88,48 @@ def test_a_bounded_staleness_without_a_step_is_unpaced(
     weights: dict[str, Any], unpaced: bool
 ) -> None:
     assert pace_of(configured(**weights)).is_unpaced is unpaced
+
+
+def with_more(over: float, capacity: int = 512, *, stop: int = 10, **weights: Any) -> Settings:
+    """Return settings with this over-sampling, and this many batches of drops."""
+    return Settings(
+        producer=ProducerTable(capacity_groups=capacity, over_sampling=over),
+        aggregator=AggregatorTable(stop_after_dropped_batches=stop),
+        weights=WeightsTable(**weights),
+    )
+
+
+@pytest.mark.parametrize(
+    ("over", "weights", "capacity", "bound"),
+    [
+        (4.0, {"groups_per_step": 1, "max_staleness": 0}, 4, BY_STEPS + OVER),
+        (4.0, {"groups_per_step": 2, "mode": "on_policy"}, 8, BY_STEPS + OVER),
+        (1.5, {"groups_per_step": 3, "max_staleness": 1}, 9, BY_STEPS + OVER),
+        (1.5, {"groups_per_step": 3, "max_staleness": 0}, 5, BY_STEPS + OVER),
+        (1.1, {"groups_per_step": 10, "max_staleness": 0}, 11, BY_STEPS + OVER),
+        (1.0, {"groups_per_step": 3, "max_staleness": 0}, 3, BY_STEPS),
+        (4.0, {"groups_per_step": 256, "max_staleness": 0}, 512, BY_CAPACITY),
+        (4.0, {"groups_per_step": 8}, 512, BY_CAPACITY),  # unbounded staleness
+        (4.0, {}, 512, BY_CAPACITY),
+    ],
+)
+def test_144_over_sampling_multiplies_the_groups_of_the_steps_and_no_other_capacity(
+    over: float, weights: dict[str, Any], capacity: int, bound: str
+) -> None:
+    pace = pace_of(with_more(over, **weights))
+    assert (pace.capacity, pace.bound_by) == (capacity, bound)
+
+
+@pytest.mark.parametrize(
+    ("stop", "weights", "drops"),
+    [
+        (10, {"groups_per_step": 32}, 320),
+        (10, {"groups_per_step": 32, "mode": "on_policy"}, 320),
+        (3, {}, 1536),
+        (0, {"groups_per_step": 32}, 0),
+    ],
+)
+def test_batches_of_drops_are_counted_in_steps_or_else_in_capacities(
+    stop: int, weights: dict[str, Any], drops: int
+) -> None:
+    assert budgets_of(with_more(2.0, stop=stop, **weights))["max_drops"] == drops
