@@ -60,7 +60,7 @@ def _kept(
     return marked, unmarked if opened[1] else block
 
 
-def tests_of(label: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def read_tests(label: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tests of a row in the words of the job.
 
     Args:
@@ -184,7 +184,7 @@ def payload_of(
     Raises:
         RewardFault: the row has no usable tests.
     """
-    tests = tests_of(label, metadata)
+    tests = read_tests(label, metadata)
     program = program_of(text)
     if not program.strip() or len(json.dumps(program)) > MAX_PROGRAM_CHARS:
         return None

@@ -22,6 +22,7 @@ class Detail(StrEnum):
     """The row names one that the configuration does not provide for."""
     NOT_INSTALLED = "not_installed"
     RAISED = "raised"
+    """A function, an isolated job or the remote server (500) broke on it."""
     CANCELLED = "cancelled"
     """A function raised CancelledError by itself."""
     TIMEOUT = "timeout"
@@ -35,7 +36,7 @@ class Detail(StrEnum):
     UNREACHABLE = "unreachable"
     """There is no queue for isolated jobs, or no connection to the remote server."""
     UNAVAILABLE = "unavailable"
-    """The remote server answered 429 or 5xx, half an answer, or that it could not judge."""
+    """The remote server is busy (408, 425, 429, 5xx), or says that it could not judge."""
     REFUSED = "refused"
     """The remote server answered with another error."""
 

@@ -16,7 +16,7 @@ import contextlib
 import json
 import math
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,6 +41,12 @@ _LONG_CHARS = 1 << 18
 """A longer response is encoded in a thread."""
 _BUSY = frozenset({408, 425, 429})
 _NAMES = ("reward", "score")
+_ONES_DOING = frozenset({Detail.RAISED, Detail.REFUSED, Detail.INVALID, Detail.TOO_LARGE})
+"""What one sample may have done to a request that it shared."""
+
+
+class _Shared(Exception):
+    """A request of several samples ended as one of them alone may have ended it."""
 
 
 def open_remote(table: RewardTable) -> Remote:
@@ -133,19 +139,26 @@ class Remote:
     async def judge(self, case: Case) -> Any:
         """Return the server's reward of a sample.
 
-        The first time it may go with others; when it is asked again it goes alone, so that a
-        sample that no server can digest costs nobody else a second time.
+        The first time it may go with others. Where that ended as one of them alone could end it, it
+        goes by itself at once; where it is asked again later, too. So a sample that a server cannot
+        digest costs nobody else a verdict.
 
         Raises:
             RewardFault: no verdict.
         """
         record = await _encoded(case)
+        if self._batch_size > 1 and case.attempt == 0:
+            with contextlib.suppress(_Shared):
+                return self._reward_in(await self._answer(record, self._gather))
+        return self._reward_in(await self._answer(record, self._send_one))
+
+    async def _answer(self, record: bytes, send: Callable[[_Asked], None]) -> Any:
         asked = _Asked(record, asyncio.get_running_loop().create_future())
-        if self._batch_size == 1 or case.attempt > 0:
-            self._send([asked])
-        else:
-            self._gather(asked)
-        return self._reward_in(await asked.answer)
+        send(asked)
+        return await asked.answer
+
+    def _send_one(self, asked: _Asked) -> None:
+        self._send([asked])
 
     def _gather(self, asked: _Asked) -> None:
         self._gathered.append(asked)
@@ -193,9 +206,8 @@ class Remote:
             if asked.answer.done():
                 continue
             if isinstance(answer, RewardFault):
-                # One that is shared may be another sample's doing.
-                again = answer.retryable or len(batch) > 1
-                asked.answer.set_exception(_copied(answer, retryable=again))
+                is_shared = len(batch) > 1 and answer.detail in _ONES_DOING
+                asked.answer.set_exception(_Shared() if is_shared else _copied(answer))
             else:
                 asked.answer.set_result(answer)
 
@@ -322,12 +334,12 @@ def _encode(case: Case) -> bytes:
         ) from None
 
 
-def _copied(fault: RewardFault, *, retryable: bool) -> RewardFault:
+def _copied(fault: RewardFault) -> RewardFault:
     """Return a fault of its own for each sample: an exception that is raised twice grows."""
     after_s = getattr(fault, "after_s", 0.0)
     if after_s:
         return later(fault.message, after_s)
-    return RewardFault(fault.message, retryable=retryable, detail=fault.detail)
+    return RewardFault(fault.message, retryable=fault.retryable, detail=fault.detail)
 
 
 def _check_status(url: str, response: httpx.Response, body: bytes) -> None:
@@ -335,8 +347,10 @@ def _check_status(url: str, response: httpx.Response, body: bytes) -> None:
     if 200 <= status < 300:
         return
     text = f"{url} answered {status}: {body[:300].decode('utf-8', 'replace')}"
-    if status in _BUSY or status >= 500:
+    if status in _BUSY or status > 500:
         raise later(text, _after_s(response.headers.get("retry-after", "")))
+    if status == 500:
+        raise no_verdict(Detail.RAISED, text, retryable=True)
     raise no_verdict(Detail.REFUSED, text)
 
 
