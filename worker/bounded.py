@@ -159,6 +159,8 @@ THREADS = Threads()
 AGENT_THREADS = Threads(8192, "agent", most_hung=1024)
 """Of agents that are no coroutines: each holds its thread for as long as its sample runs, and is
 told to stop by its next call. Rewards and tools never wait for one of them."""
+ENV_THREADS = Threads(1024, "environment", most_hung=512)
+"""Of environments that are no coroutines: one that hangs takes no thread from rewards and tools."""
 _OWN_THREADS = Threads(8, "own-work")
 _LEFT_BEHIND: set[asyncio.Future[Any]] = set()
 """Tasks that were told to stop and have not yet; held, so that none is lost half way."""

@@ -1,8 +1,8 @@
 """Environments: what answers the model in place of tools, and judges each of its turns."""
 
-from .life import ENV_THREADS, Environments
+from .life import Environments
 from .types import Env, EnvSample, Factory, Observation, StepResult
 
 __all__ = [
-    "ENV_THREADS", "Env", "EnvSample", "Environments", "Factory", "Observation", "StepResult",
+    "Env", "EnvSample", "Environments", "Factory", "Observation", "StepResult",
 ]  # fmt: skip

@@ -23,15 +23,13 @@ import structlog
 from rollstream.errors import EnvFault
 from rollstream.sample import Message
 
-from ..bounded import LeakedCancel, Overdue, Threads, run_bounded
+from ..bounded import ENV_THREADS, LeakedCancel, Overdue, run_bounded
 from ..functions import describe, is_async
 from ..tools.text import is_small
 from ..types import ToolCall
 from .types import EnvSample, Factory
 from .values import Step, info_of, messages_of, state_of, step_of, wrong
 
-ENV_THREADS = Threads(1024, "environment", most_hung=512)
-"""Of environments that are no coroutines: one that hangs takes no thread from rewards and tools."""
 LEAVE_S = 5.0
 """How long the end of a worker waits for environments that are being closed."""
 MAX_SAID, KIND_CHARS = 100, 80

@@ -138,7 +138,10 @@ def _reward(given: Any) -> float | None:
     value = _scalar(given)
     if not isinstance(value, bool | int | float):
         raise wrong(f"{type(given).__name__} as reward; it must be a number or None")
-    number = float(value) if abs(value) < 1 << 63 or math.isnan(value) else math.inf
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise wrong(f"the reward {number}; it must be finite")
     return number

@@ -103,6 +103,7 @@ class Episode(Turns):
         }
         if first:
             self._notes["reset"] = first
+            self.rollout.messages.extend(first)
 
     async def run(self) -> GenerateOutput:
         """Run the episode to its end; return it with its notes and its reward."""

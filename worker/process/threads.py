@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import structlog
 
-from ..bounded import AGENT_THREADS, THREADS
+from ..bounded import AGENT_THREADS, ENV_THREADS, THREADS
 from ..telemetry.metrics import Metrics
 
 LOOK_INTERVAL_S = 1.0
-_POOLS = (THREADS, AGENT_THREADS)
+_POOLS = (THREADS, AGENT_THREADS, ENV_THREADS)
 log = structlog.get_logger("worker")
 
 
