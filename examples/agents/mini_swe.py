@@ -105,5 +105,5 @@ async def _mini(folder: Path, *arguments: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        end = said[-2000:].decode(errors="replace")
+        end = said[-400:].decode(errors="replace")  # longer messages lose their end
         raise RuntimeError(f"mini-swe-agent ended with {process.returncode}: {end}")
