@@ -57,9 +57,13 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     num_samples = num_calls = 0
     with (
         DevServer(aof=True) as redis,
-        _stack(options, redis.url, folder),
-        GroupStream.connect(redis.url, run="mcp", connect_timeout_s=READY_S, text=True) as stream,
+        stack(redis.url, folder, groups=options.groups, n=options.n) as children,
+        contextlib.ExitStack() as closing,
     ):
+        children["producer"].start()
+        stream = closing.enter_context(
+            GroupStream.connect(redis.url, run="mcp", connect_timeout_s=READY_S, text=True)
+        )
         for batch in stream.batches(groups=1, timeout_s=STALL_S):
             for group in batch.groups:
                 num_samples += len(group.samples)
@@ -73,16 +77,16 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _stack(options: argparse.Namespace, redis_url: str, folder: Path) -> Iterator[None]:
-    """Start everything beside the trainer."""
-    source = f"reasoning_gym:gsm_symbolic?size={options.groups}&seed=1"
+def stack(redis_url: str, folder: Path, *, groups: int, n: int) -> Iterator[dict[str, Child]]:
+    """Start everything but the producer and the trainer; yields all processes by name."""
+    source = f"reasoning_gym:gsm_symbolic?size={groups}&seed=1"
     engine, server, metrics = free_port(), free_port(), free_port()
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": "mcp"},
         "redis": {"url": redis_url},
         "model": {"tokenizer": str(VOCABULARY)},
         "engine": {"kind": "sim", "urls": [f"http://127.0.0.1:{engine}"]},
-        "producer": {"source": source, "n_samples_per_prompt": options.n, "progress": False},
+        "producer": {"source": source, "n_samples_per_prompt": n, "progress": False},
         "mcp.arithmetic": {"url": f"http://127.0.0.1:{server}/mcp"},
         "tool.evaluate": {"timeout_s": 10.0},
         "worker": {
@@ -116,18 +120,18 @@ def _stack(options: argparse.Namespace, redis_url: str, folder: Path) -> Iterato
             "--answers", source, "--latency-median-s", "0.05",
             ready_url=f"http://127.0.0.1:{engine}/model_info",
         ),
-        child("producer", "producer", "--config", str(config)),
         child(
             "worker", "worker", "--config", str(config),
             ready_url=f"http://127.0.0.1:{metrics}/readyz",
         ),
+        child("producer", "producer", "--config", str(config)),
     ]  # fmt: skip
     try:
-        for one in children:
+        for one in children[:-1]:
             one.start()
-        for one in children:
+        for one in children[:-1]:
             one.wait_ready(READY_S)
-        yield
+        yield {one.name: one for one in children}
     finally:
         stop_all(children[::-1])
 
