@@ -340,7 +340,8 @@ class WorkerTable(Table):
     max_turns: int = Field(8, ge=1)
     """Engine calls that a trajectory may make."""
     tools: tuple[str, ...] = ()
-    """Built-in tools, or `pkg.module:name`, `PATH.py:name`."""
+    """`calculator`, `python`, `pkg.module:name`, `PATH.py:name`, `mcp:NAME`, `mcp:NAME/TOOL`
+    (docs/tools.md)."""
     tool_timeout_s: float = Field(30.0, gt=0)
     """How long one tool call may take."""
     tool_output_chars: int = Field(16384, ge=64)

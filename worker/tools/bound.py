@@ -7,7 +7,8 @@ is the process's.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
 
 from rollstream.settings import ToolTable
 
@@ -15,8 +16,9 @@ from ..types import Tool
 from .arguments import ArgumentCheck
 from .rules import NO_RULES, Slots
 
+Within: TypeAlias = Callable[[dict[str, Any], float], Awaitable[Any]]
 
-@runtime_checkable
+
 class SelfBounded(Protocol):
     """A tool that keeps its own time.
 
@@ -53,7 +55,14 @@ class BoundTool:
         parameters = tool.spec["function"].get("parameters") or {}
         self.check = ArgumentCheck(parameters, f"tool {tool.name!r}")
         self.slots = Slots(rules.concurrency or concurrency)
+        self.within = within_of(tool)
 
     async def __call__(self, arguments: dict[str, Any]) -> Any:
         """Run it as it is, for a generate function that runs its calls by itself."""
         return await self.tool(arguments)
+
+
+def within_of(tool: Tool) -> Within | None:
+    """Return what runs a tool that keeps its own time (`SelfBounded`); None where we keep it."""
+    within: Within | None = getattr(tool, "call_within", None)
+    return within

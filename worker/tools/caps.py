@@ -33,11 +33,16 @@ class Cap:
 
     async def of(self, text: str) -> str:
         """Return what of `text` the model reads; a long one is measured in a thread."""
-        if self.tokens is None or self.renderer is None:
+        if self.tokens is None or self.renderer is None or _is_short(text, self):
             return clean(cut(text, self.chars, self.side))
         is_long = min(len(text), self.chars) > LONG_TEXT_CHARS
         return await call(is_long, cut_tokens, text, self.chars, self.tokens, self.renderer,
                           self.side)  # fmt: skip
+
+
+def _is_short(text: str, cap: Cap) -> bool:
+    """Return whether no vocabulary has more tokens for a text than its cap (at most one a byte)."""
+    return cap.tokens is not None and len(text) < min(cap.tokens, cap.chars) and text.isascii()
 
 
 def cut(text: str, limit: int, side: CutSide = "middle") -> str:

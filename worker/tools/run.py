@@ -23,7 +23,7 @@ from ..bounded import LeakedCancel, Overdue, run_bounded
 from ..functions import describe
 from ..types import CutSide, ProblemKind, Renderer, Tool, ToolCall
 from .arguments import check_of
-from .bound import BoundTool, SelfBounded
+from .bound import BoundTool, Within, within_of
 from .caps import Cap
 from .outcome import ToolError, ToolTrouble
 from .rules import NO_RULES
@@ -107,8 +107,9 @@ async def run_call(
     """
     tool = tools.get(call.name)
     rules = tool.rules if isinstance(tool, BoundTool) else NO_RULES
-    chars = rules.output_chars or cap.chars
-    cap = Cap(chars, rules.output_tokens or cap.tokens, cap.side, cap.renderer)
+    if rules is not NO_RULES:
+        chars = rules.output_chars or cap.chars
+        cap = Cap(chars, rules.output_tokens or cap.tokens, cap.side, cap.renderer)
     try:
         text = await _result(call, tool, tools, rules.timeout_s or timeout_s)
     except _Refused as refused:
@@ -183,7 +184,7 @@ async def _in_slot(
 ) -> Any:
     """Run the tool once there is room for its call."""
     if not isinstance(tool, BoundTool):
-        return await _run(tool, arguments, due_mono_s - time.monotonic())
+        return await _run(tool, within_of(tool), arguments, due_mono_s - time.monotonic())
     slots = tool.slots
     try:
         await slots.take(due_mono_s - time.monotonic())
@@ -194,14 +195,14 @@ async def _in_slot(
             ToolError.TIMEOUT,
         ) from None
     try:
-        return await _run(tool.tool, arguments, due_mono_s - time.monotonic())
+        return await _run(tool.tool, tool.within, arguments, due_mono_s - time.monotonic())
     finally:
         slots.give()
 
 
-async def _run(tool: Tool, arguments: dict[str, Any], left_s: float) -> Any:
-    if isinstance(tool, SelfBounded):
-        return await run_bounded(tool.call_within, arguments, left_s, timeout_s=math.inf)
+async def _run(tool: Tool, within: Within | None, arguments: dict[str, Any], left_s: float) -> Any:
+    if within is not None:
+        return await run_bounded(within, arguments, left_s, timeout_s=math.inf)
     return await run_bounded(tool.__call__, arguments, timeout_s=left_s)
 
 
