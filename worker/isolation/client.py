@@ -139,7 +139,7 @@ class Isolated:
             try:
                 return _value_of(job, await self._ask(job, payload, timeout_s))
             except TimeoutError:
-                if self._outages == outages:
+                if self._outages == outages or asyncio.get_running_loop().time() >= limit:
                     raise IsolatedFault(
                         f"no result of {job} within {2 * timeout_s:g} s; is a verifier running "
                         "(python -m worker.isolation.verifier)?",
@@ -172,7 +172,7 @@ class Isolated:
             await asyncio.shield(sending)
             async with asyncio.timeout(2 * timeout_s):
                 return await future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TimeoutError):
             self._forget(token, sending)
             raise
         finally:
@@ -203,7 +203,7 @@ class Isolated:
                 self._jobs.delete(f"rq:job:{_job_id(token)}")
 
     def _enqueue(self, job: str, token: str, payload: dict[str, Any], timeout_s: float) -> None:
-        from rq import Queue, Retry  # 0.2 s that only workers with isolated jobs pay
+        from rq import Queue  # 0.2 s that only workers with isolated jobs pay
 
         _check(payload)
         if self._queue is None:
@@ -225,7 +225,6 @@ class Isolated:
             ttl=seconds,
             result_ttl=0,
             failure_ttl=60,
-            retry=Retry(max=1),
         )
 
     async def _read(self) -> None:
@@ -278,7 +277,7 @@ def _job_id(token: str) -> str:
 def _check(payload: dict[str, Any]) -> None:
     try:
         size = len(json.dumps(payload, allow_nan=False))
-    except (TypeError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the payload of a job must be JSON: {error}") from None
     if size > MAX_PAYLOAD_BYTES:
         raise ValueError(

@@ -105,7 +105,10 @@ class Pen:
             Crashed: the process ended, or gave no message.
             Abandoned: nobody waits any more.
         """
-        self.prepare()
+        try:
+            self.prepare()
+        except OSError as error:
+            raise Crashed(f"no process can be made for it: {error}") from error
         try:
             head, message = self._exchange(
                 json.dumps([name, token, payload]).encode(), time.monotonic() + timeout_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import random
 import signal
@@ -46,6 +47,7 @@ TRIES = 2
 _DEQUEUE_S = 1
 """How soon an idle server notices that it shall end."""
 _MAX_BACKOFF_S = 5.0
+_BEAT_S = 10.0
 log = structlog.get_logger("verifier")
 
 
@@ -95,9 +97,11 @@ class Server:
             self.inboxes.push(run, inbox, self._message(name, token, payload, _bounded(timeout_s)))
         finally:
             self.desk.end(self.slot)
-        self.pen.prepare()
+        with contextlib.suppress(OSError):  # the next job says so, if it still is so
+            self.pen.prepare()
 
     def _message(self, name: str, token: str, payload: Any, timeout_s: float) -> bytes:
+        """Return how a job ends; the second try has what the first left of its time."""
         limit = time.monotonic() + timeout_s
         crashed = Crashed()
         for _ in range(TRIES):
@@ -111,6 +115,9 @@ class Server:
             except Crashed as error:
                 log.warning("job_crashed", job=name, how=str(error))
                 crashed = error
+            except leftovers.Unkillable as error:
+                self._asked = True  # another server is not held up by what cannot be killed
+                return failure(token, str(error), "crashed")
         return failure(token, str(crashed), "crashed")
 
     def refuse(self, name: str, *_: Any, **given: Any) -> None:
@@ -188,12 +195,20 @@ class JobServer(SimpleWorker):  # type: ignore[misc]  # rq has no types
 
     max_connection_wait_time = _MAX_BACKOFF_S
     death_penalty_class = NoAlarm
+    _beaten_mono_s = -math.inf
 
     def check_for_suspension(self, burst: bool) -> None:
         """Never wait for `rq resume`: a verifier is stopped by stopping it."""
 
     def _install_signal_handlers(self) -> None:
         """Leave those of the server."""
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        """Beat every few seconds, not five times a job: RQ forgets a worker after minutes."""
+        due = time.monotonic() - self._beaten_mono_s >= _BEAT_S
+        if pipeline is not None or due:
+            self._beaten_mono_s = time.monotonic()
+            super().heartbeat(timeout, pipeline=pipeline)
 
     def subscribe(self) -> None:
         """Listen to no commands: whoever writes to Redis ends no verifier."""
@@ -241,7 +256,8 @@ def serve(
         while not server.shall_end:
             started = time.monotonic()
             try:
-                server.pen.prepare()
+                with contextlib.suppress(OSError):
+                    server.pen.prepare()
                 _worker(connection).work(logging_level="WARNING")
             except redis.RedisError as error:
                 log.warning("redis_away", error=str(error))

@@ -108,7 +108,7 @@ class Supervisor:
     def _scale(self) -> None:
         now = time.monotonic()
         if now >= self._pause_until_mono_s:
-            while len(self._servers) < self._min:
+            for _ in range(self._min - len(self._servers)):
                 self._fork()
         waiting = self._count_waiting()
         # One look may catch a job on its way from the queue to a server that is free.
@@ -136,7 +136,12 @@ class Supervisor:
         used = {process.slot for process in self._servers.values()}
         slot = next(number for number in range(self._max) if number not in used)
         self._desk.clear(slot)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            log.error("verifier_process_not_made", error=str(error))
+            self._back_off()
+            return
         if pid == 0:
             code = 1
             try:
@@ -149,6 +154,10 @@ class Supervisor:
             finally:
                 os._exit(code)
         self._servers[pid] = _Process(slot, time.monotonic())
+
+    def _back_off(self) -> None:
+        self._backoff_s = min(max(0.1, 2 * self._backoff_s), _MAX_BACKOFF_S)
+        self._pause_until_mono_s = time.monotonic() + self._backoff_s
 
     # --- what ended -----------------------------------------------------------------------------
     def _reap(self) -> None:
@@ -178,8 +187,7 @@ class Supervisor:
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         log.warning("verifier_process_died", slot=process.slot, how=how)
         if lived_s < _QUICK_DEATH_S:
-            self._backoff_s = min(max(0.1, 2 * self._backoff_s), _MAX_BACKOFF_S)
-            self._pause_until_mono_s = time.monotonic() + self._backoff_s
+            self._back_off()
         if address:
             text = f"the process that served {address.get('job')} died ({how})"
             try:

@@ -29,18 +29,24 @@ class Asker(Isolated):
         return reward
 
 
+def start_line(url: str) -> list[str]:
+    """Return the command of a verifier."""
+    return [sys.executable, "-m", "worker.isolation.verifier", "--redis.url", url]
+
+
 def start_verifier(url: str, *more: str, processes: int = 1) -> subprocess.Popen[str]:
     """Start a verifier of so many processes and wait until it says that it is ready."""
     count = str(processes)
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "worker.isolation.verifier", "--redis.url", url,
-            "--verifier.processes", count, "--verifier.max_processes", count, *more,
+            *start_line(url),
+            *("--verifier.processes", count, "--verifier.max_processes", count),
+            *more,
         ],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent,
-    )  # fmt: skip
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "verifier_ready" in line:
