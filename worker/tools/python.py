@@ -91,7 +91,8 @@ def _shown(ran: dict[str, Any], timeout_s: float) -> str:
     code = ran.get("exit_code")
     if code == 0:
         return printed
-    parts = [printed, "[stderr]\n" + complained if complained else "", f"[exit code {code}]"]
+    ending = ran.get("ending") or f"exit code {code}"
+    parts = [printed, "[stderr]\n" + complained if complained else "", f"[{ending}]"]
     return "\n".join(part.rstrip("\n") for part in parts if part)
 
 

@@ -47,6 +47,10 @@ async def run(jobs: Jobs, code: str = "print(1)") -> Observation:
         (ran("1\n", "NameError: x\n", 1), "1\n[stderr]\nNameError: x\n[exit code 1]"),
         (ran("", "", 3), "[exit code 3]"),
         (ran("a\x00b", "", 0), "a\ufffdb"),
+        (
+            ran("", "", -9) | {"ending": "stopped: over its limit of memory"},
+            "[stopped: over its limit of memory]",
+        ),
     ],
 )
 async def test_python_shows_what_was_printed_and_how_it_ended_where_that_was_not_well(
