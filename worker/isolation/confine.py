@@ -82,14 +82,14 @@ def _is_account(number: int) -> bool:
 class Confinement:
     """Confines one program; made before the fork, entered behind it."""
 
-    def __init__(self, folder: str, limits: ProgramLimits, timeout_s: float) -> None:
+    def __init__(self, folder: str, limits: ProgramLimits, cpu_s: int) -> None:
         """Prepare what a program in `folder` gets.
 
         Raises:
             CannotConfine: this process is root, and can neither change its user nor confine root.
         """
         self._limits, self._parent = limits, os.getpid()
-        self._cpu_s = limits.cpu_s(timeout_s)
+        self._cpu_s = cpu_s
         self._uid = Uid() if os.getuid() == 0 else None
         if self._uid is not None:
             for name in (folder, *(entry.path for entry in os.scandir(folder))):

@@ -16,7 +16,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -42,21 +42,30 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return all processes below `pid` that there are at this moment, parents first."""
-    found, known = _children(pid), {pid}
+def descendants(pid: int, spare: Collection[int] = ()) -> list[int]:
+    """Return all processes below `pid` that there are at this moment, parents first.
+
+    Args:
+        pid: whose.
+        spare: children that are left out, with all that is below them.
+    """
+    found, known = _children(pid), {pid, *spare}
+    kept = []
     for child in found:
         if child not in known:
             known.add(child)
+            kept.append(child)
             found.extend(_children(child))
-    return found
+    return kept
 
 
-def end_children(groups: Iterable[int] = ()) -> None:
-    """Kill all descendants of this process and reap them; the process groups first, at one blow.
+def end_children(groups: Iterable[int] = (), *, spare: Collection[int] = ()) -> None:
+    """Kill and reap the descendants of this process, orphans that it adopted among them.
 
     Args:
-        groups: of children that were not waited for: their numbers are still theirs.
+        groups: of children that were not waited for (their numbers are still theirs): killed
+            first, each at one blow.
+        spare: children that go on, with all that is below them.
 
     Raises:
         Unkillable: some did not go within ten seconds.
@@ -65,27 +74,17 @@ def end_children(groups: Iterable[int] = ()) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    while True:
-        for pid in descendants(os.getpid()):
+    while found := descendants(os.getpid(), spare):
+        for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not _reap():
-            return
+        for pid in found:
+            with contextlib.suppress(ChildProcessError):  # no child of ours, or not yet
+                os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > limit:
-            raise Unkillable(f"{len(descendants(os.getpid()))} processes could not be killed")
+            raise Unkillable(f"{len(found)} processes of a program could not be killed")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _reap() -> bool:
-    """Collect children that ended; return whether there are others."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return False
-        if pid == 0:
-            return True
 
 
 def _children(pid: int) -> list[int]:

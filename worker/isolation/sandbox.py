@@ -53,6 +53,10 @@ _MIN_CAPTURE = 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+_running: set[int] = set()
+"""First processes of the programs of this process that have not ended."""
+
+
 class SandboxBroken(RuntimeError):
     """The program could not be run or ended as it must: no result, whatever it did."""
 
@@ -92,6 +96,7 @@ class Program:
         arguments: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
         output_bytes: int | None = None,
+        cpu_s: float | None = None,
     ) -> None:
         """Start it.
 
@@ -103,8 +108,10 @@ class Program:
             arguments: of `main.py`.
             pass_fds: file descriptors that it gets under the same numbers.
             output_bytes: kept of what it prints, in place of the limits' own.
+            cpu_s: that it may use, where its clock is going to be restarted.
         """
         self.limits, self.timeout_s = limits, timeout_s
+        self.max_cpu_s = limits.cpu_s(timeout_s if cpu_s is None else cpu_s)
         keep = limits.output_bytes if output_bytes is None else output_bytes
         self.stdout, self.stderr = Head(keep), Head(max(_MIN_CAPTURE, limits.output_bytes))
         self.killed_for: Cause | None = None
@@ -126,11 +133,12 @@ class Program:
         arguments: Sequence[str],
         pass_fds: Sequence[int],
     ) -> None:
+        leftovers.adopt_orphans()
         folder = self.folder = leftovers.new_folder()
         self._opened.callback(leftovers.remove, folder)
         for name, text in files.items():
             Path(folder, name).write_text(text, encoding="utf-8", errors="surrogatepass")
-        confinement = Confinement(folder, self.limits, self.timeout_s)
+        confinement = Confinement(folder, self.limits, self.max_cpu_s)
         self._opened.callback(confinement.close)
         self.layers = confinement.layers
         given: Any = subprocess.DEVNULL
@@ -153,6 +161,7 @@ class Program:
             pass_fds=pass_fds,
             preexec_fn=confinement.enter,
         )
+        _running.add(self.pid)
         self._opened.callback(self._end)
         self.pidfd = os.pidfd_open(self.process.pid)
         self._opened.callback(os.close, self.pidfd)
@@ -181,8 +190,9 @@ class Program:
         except (OSError, ValueError, IndexError):
             return 0.0
 
-    def restart_clock(self) -> None:
-        """Give it its whole time again, from now on."""
+    def restart_clock(self, timeout_s: float) -> None:
+        """Give it so much time from now on."""
+        self.timeout_s = timeout_s
         self.started_mono_s = time.monotonic() - self._waited_s()
 
     def check(self, *, count_files: bool) -> bool:
@@ -219,7 +229,8 @@ class Program:
         _, self.status, usage = os.wait4(self.pid, 0)
         self.process.returncode = os.waitstatus_to_exitcode(self.status)  # it is reaped here
         self.cpu_s = usage.ru_utime + usage.ru_stime
-        leftovers.end_children()
+        _running.discard(self.pid)
+        leftovers.end_children(spare=_running)
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
@@ -241,9 +252,7 @@ class Program:
         killed_for = self.killed_for
         if code and not self.timed_out and _num_oom_kills() != self._num_oom_kills:
             self.starved = "memory"
-        if number == signal.SIGXCPU or (
-            number == signal.SIGKILL and self.cpu_s > self.limits.cpu_s(self.timeout_s)
-        ):
+        if number == signal.SIGXCPU or (number == signal.SIGKILL and self.cpu_s > self.max_cpu_s):
             killed_for = killed_for or "cpu"
         if number == signal.SIGXFSZ:
             killed_for = killed_for or "files"
@@ -266,7 +275,7 @@ class Program:
 
 
 def _num_oom_kills() -> int:
-    """Return how many processes the kernel has ended for want of memory; 0 where it does not say."""
+    """Return how many processes the kernel ended for want of memory; 0 where it does not say."""
     try:
         found = re.search(rb"^oom_kill (\d+)$", Path("/proc/vmstat").read_bytes(), re.MULTILINE)
     except OSError:
@@ -281,12 +290,18 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-def watch(programs: Sequence[Program], sinks: Mapping[int, Sink] | None = None) -> None:
+def watch(
+    programs: Sequence[Program],
+    sinks: Mapping[int, Sink] | None = None,
+    *,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
     """Read what programs write until the first of them ended, or has to; then end all.
 
     Args:
         programs: running ones.
         sinks: further pipes to read, by number.
+        until: asked whenever something was read: whether that is enough.
     """
     readers = {fd: sink for program in programs for fd, sink in program.sinks().items()}
     readers |= dict(sinks or {})
@@ -302,6 +317,7 @@ def watch(programs: Sequence[Program], sinks: Mapping[int, Sink] | None = None) 
                     ended = True
                 elif not _read(key.fd, readers[key.fd]):
                     selector.unregister(key.fd)
+            ended |= until()
             if time.monotonic() >= next_check_s:
                 num_ticks += 1
                 count_files = num_ticks % _NUM_TICKS_A_COUNT == 0
@@ -347,7 +363,6 @@ def run_here(
         Unkillable: something of it is left.
         OSError: it could not be started, or its folder not be made or removed.
     """
-    leftovers.adopt_orphans()
     program = Program(
         {MAIN: source},
         limits=limits,

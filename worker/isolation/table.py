@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..functions import describe, is_path, resolve
-from . import maths
+from . import code, maths, python
 from .messages import JobBroken, failure, result
 
 
@@ -35,6 +35,8 @@ class Job:
 
 JOBS: Mapping[str, Job] = {
     "math_verify": Job(maths.math_verify, maths.warm, shares_process=True),
+    "code": Job(code.run, code.warm, shares_process=True),
+    "python": Job(python.run, shares_process=True),
 }
 """Name in a message → job. Functions of the operator come beside them (`table_of`)."""
 BUILT_IN = tuple(sorted(JOBS))
