@@ -93,6 +93,7 @@ FAULTS = [
     same(F.COMPLETION_TOKENS, D.LOGPROB_LENGTH_MISMATCH),
     same(F.OTHER_IDS, D.ID_MISMATCH),
     same(F.TOO_MANY, D.BAD_REPLY),
+    same(F.EMPTY_LENGTH, D.BAD_REPLY),
     same(F.PROMPT_CUT, D.PROMPT_MISMATCH),
     # Values that cannot be.
     same(F.LOGPROB_NULL, D.BAD_LOGPROB),

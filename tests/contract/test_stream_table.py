@@ -136,8 +136,9 @@ async def test_a_stream_that_is_no_answer_has_the_name_that_it_has_without_one(
         last = {row.fault for row in rows if await met(on, row, whole)}
         assert on.pool.counters.engines[0].in_flight == 0
     # What is known before the first event is passed on leaves the call to another try: a status, a
-    # connection that is closed, another request's id, and (from SGLang) another prompt.
-    early = {*STATUSES, Fault.RESET, Fault.OTHER_RID}
+    # connection that is closed, another request's id, no token at all, and (from SGLang) another
+    # prompt.
+    early = {*STATUSES, Fault.RESET, Fault.OTHER_RID, Fault.EMPTY_LENGTH}
     early |= {Fault.PROMPT_CUT} if on.kind == "sglang" else set()
     assert last == {row.fault for row in rows} - early
 

@@ -195,6 +195,7 @@ REPLIES: dict[str, Seen] = {
     "bad_token": Seen("an id beyond the vocabulary", Detail.BAD_TOKEN),
     "negative_token": Seen("an id below 0", Detail.BAD_TOKEN),
     "too_many": Seen("more tokens than were permitted", Detail.BAD_REPLY),
+    "empty_length": Seen("a finish reason of `length` without a token", Detail.BAD_REPLY),
     # an HTTP status
     "400": Seen("HTTP 3xx or 4xx without a word of the context", Detail.REFUSED),
     "overflow": Seen(

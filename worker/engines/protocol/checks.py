@@ -17,6 +17,7 @@ import numpy as np
 
 from rollstream.sample import UNKNOWN_VERSION, LogProbs, TokenIds
 
+from ...types import Finish
 from ..faults import MESSAGE_CHARS, Detail, detail_of_status, fault
 from .versions import VersionMap
 
@@ -76,6 +77,15 @@ def check_count(num_sampled: int, max_new_tokens: int | None, engine: str) -> No
             Detail.BAD_REPLY,
             f"{engine} sampled {num_sampled} tokens where {max_new_tokens} were permitted",
         )
+
+
+def check_cut(num_sampled: int, finish: Finish, engine: str) -> None:
+    """Refuse a reply that was cut at its budget, or at the context, with nothing sampled.
+
+    At least one token is always asked for, and a prompt that leaves no room is refused.
+    """
+    if finish is Finish.LENGTH and num_sampled == 0:
+        raise fault(Detail.BAD_REPLY, f"{engine}: finish reason length, and not one token")
 
 
 def check_lengths(num_ids: int, num_log_probs: int, num_said: int | None, engine: str) -> None:

@@ -20,6 +20,7 @@ from ..faults import Detail, detail_of_status, fault
 from .checks import (
     VersionSpan,
     check_count,
+    check_cut,
     check_lengths,
     check_prompt,
     check_same_ids,
@@ -113,6 +114,7 @@ def read_reply(
     finish = _finish(meta.finish_reason, engine)
     plain_ids, entries = _plain(reply, engine)
     check_count(len(plain_ids), max_new_tokens, engine)
+    check_cut(len(plain_ids), finish, engine)
     ids = checked_ids(plain_ids, max_token_id, engine)
     log_probs = checked_log_probs([entry.log_prob for entry in entries], engine)
     check_prompt(meta.prompt_tokens, num_prompt, engine)

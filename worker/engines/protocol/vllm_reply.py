@@ -19,6 +19,7 @@ from ..faults import Detail, fault
 from .checks import (
     VersionSpan,
     check_count,
+    check_cut,
     check_lengths,
     check_prompt,
     check_same_ids,
@@ -128,6 +129,7 @@ def read_vllm_reply(
     usage = reply.usage or _Usage()
     given = _log_probs(plain_ids, choice.logprobs, usage.completion_tokens, engine)
     check_count(len(plain_ids), sent.max_new_tokens, engine)
+    check_cut(len(plain_ids), finish, engine)
     ids = checked_ids(plain_ids, max_token_id, engine)
     log_probs = checked_log_probs(given, engine)
     check_prompt(usage.prompt_tokens, sent.num_prompt, engine)

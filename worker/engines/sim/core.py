@@ -194,7 +194,12 @@ class SimCore:
         if fault is None:
             return num, None
         if fault in CUTS:
-            return self._dice.cut(num) if order.after is None else min(order.after, num), fault
+            if order.after is not None:
+                return min(order.after, num), fault
+            # An engine says `length` behind what it sampled; an abort may come before that.
+            return self._dice.cut(num, least=1 if fault is Fault.LENGTH else 0), fault
+        if fault is Fault.EMPTY_LENGTH:
+            return 0, fault
         if fault is Fault.NO_END:
             if reply.finish == "stop" and isinstance(reply.matched, int) and num > 1:
                 return num - 1, fault
@@ -243,7 +248,7 @@ class SimCore:
         forced = None if fault is None else _FORCED.get(fault)
         if forced is not None:
             return forced
-        if fault is Fault.LENGTH or reply.finish == "length":
+        if fault in (Fault.LENGTH, Fault.EMPTY_LENGTH) or reply.finish == "length":
             return End("length")
         return End("stop", reply.matched)
 

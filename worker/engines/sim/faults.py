@@ -58,6 +58,7 @@ class Fault(StrEnum):
     BAD_TOKEN = "bad_token"
     NEGATIVE_TOKEN = "negative_token"
     TOO_MANY = "too_many"
+    EMPTY_LENGTH = "empty_length"
     COMPLETION_TOKENS = "completion_tokens"
     PROMPT_CUT = "prompt_cut"
     OTHER_RID = "other_rid"
@@ -225,6 +226,9 @@ class FaultDice:
         total_s = base_s + config.token_s * num_tokens
         return total_s * config.slow_factor if fault is Fault.SLOW else total_s
 
-    def cut(self, num_tokens: int) -> int:
-        """Return where a reply of so many tokens ends: before its end, at 0 at the earliest."""
-        return self._random.randrange(num_tokens) if num_tokens > 0 else 0
+    def cut(self, num_tokens: int, least: int = 0) -> int:
+        """Return where a reply of so many tokens ends: before its end, at `least` at the earliest.
+
+        One that has no more than those keeps them.
+        """
+        return self._random.randrange(least, num_tokens) if num_tokens > least else num_tokens
