@@ -139,6 +139,10 @@ BYTES: dict[str, Pair] = {
     ),
     "bad_token": (a_reply([MAX_ID + 1]), a_vllm_reply([MAX_ID + 1])),
     "negative_token": (a_reply([-1]), a_vllm_reply([-1])),
+    "empty_length": (
+        a_reply([], finish={"type": "length", "length": 0}),
+        a_vllm_reply([], finish="length"),
+    ),
     "too_many": (a_reply(range(9)), a_vllm_reply(range(9))),
 }
 ROW_BYTES: dict[str, Pair] = {

@@ -149,7 +149,6 @@ def test_reply_tolerates_a_log_prob_above_zero_by_rounding_only() -> None:
     "raw",
     [
         b'{"text":"","meta_info":{"finish_reason":{"type":"stop"},"completion_tokens":0}}',
-        a_reply([], finish={"type": "length", "length": 0}),
         b'{"text":"","meta_info":{"id":"ffffffffffffffffffffffffffffffff","finish_reason":{"type":"abort","message":"gone"}}}',
         a_reply(
             [],

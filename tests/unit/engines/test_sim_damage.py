@@ -22,6 +22,7 @@ from worker.engines.sim.faults import (
 from worker.engines.sim.flight import End
 
 TRANSPORT = {Fault.HANG, Fault.HALF_BODY, Fault.NOT_JSON}
+ELSEWHERE = {Fault.EMPTY_LENGTH}
 IN_SPOIL = {Fault.BAD_TOKEN, Fault.TOO_MANY}
 
 
@@ -76,7 +77,9 @@ WRONG = {
 
 
 def test_every_fault_happens_somewhere() -> None:
-    assert set(Fault) == set(NAMED) | set(STATUSES) | CUTS | TRANSPORT | IN_SPOIL | set(_DAMAGE)
+    assert set(Fault) == set(NAMED) | set(STATUSES) | CUTS | TRANSPORT | ELSEWHERE | IN_SPOIL | set(
+        _DAMAGE
+    )
     assert set(WRONG) == IN_SPOIL | set(_DAMAGE)
     assert set(STATUS_WORDS) | {Fault.OVERFLOW} == set(STATUSES)
 
