@@ -90,7 +90,7 @@ async def test_a_server_that_stands_still_costs_each_call_its_time_and_no_more(
             tools = tools_of(servers)
             assert await tools["add"]({"a": 1, "b": 2}) == "3"
             calls = [
-                asyncio.create_task(tools["hang"].call_within({"key": f"f{i}"}, 2.0))
+                asyncio.create_task(tools["hang"].call_within({"key": f"f{i}"}, 3.0))
                 for i in range(10)
             ]
             await wait_until(lambda: all(server.lines(f"began f{i}") for i in range(10)))
@@ -98,6 +98,10 @@ async def test_a_server_that_stands_still_costs_each_call_its_time_and_no_more(
             ends = await asyncio.gather(*calls, return_exceptions=True)
             errors = [end.error for end in ends if isinstance(end, ToolTrouble)]
             assert errors == [ToolError.TIMEOUT] * 10
+            # Nor do the cancellations of those, which it does not take, keep what comes behind.
+            late = [tools["add"].call_within({"a": 1, "b": 2}, 2.0) for _ in range(5)]
+            ends = await asyncio.gather(*late, return_exceptions=True)
+            assert [type(end) for end in ends] == [ToolTrouble] * 5
             server.child.thaw()
             assert await tools["add"].call_within({"a": 3, "b": 4}, LONG_S) == "7"
 
@@ -185,7 +189,7 @@ async def test_a_server_of_the_older_protocol_is_told_of_cancelled_calls_too(
         async with connected(server, connections=2) as servers:
             tools = tools_of(servers)
             with pytest.raises(ToolTrouble, match="did not answer"):
-                await tools["hang"].call_within({"key": "o"}, 1.0)
+                await tools["hang"].call_within({"key": "o"}, 3.0)
             await wait_until(lambda: server.lines("left o"))
             calls = [tools["add"].call_within({"a": i, "b": 0}, LONG_S) for i in range(60)]
             assert await asyncio.gather(*calls) == [str(i) for i in range(60)]

@@ -7,6 +7,8 @@ Invariant: no failure of a request leaves this transport as an exception that wo
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
@@ -18,14 +20,13 @@ from .fate import FATE, Fate, Trouble
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 """Of one answer, notifications that come before it included. It is read and checked on the worker's
-loop: so much takes about 20 ms."""
+loop, where so much takes some 30 ms."""
 _MAX_ERROR_BYTES = 64 * 1024
 _SIDE_S = 2.0
-"""For what no caller waits for: notifications, the end of a session. The library sends the former
-one after the other, so a server that hangs must not keep them."""
+"""For what no caller waits for: notifications, the end of a session."""
 _KEEPALIVE_S = 2.0
 """Servers close idle connections too (uvicorn after 5 s); below theirs, none is used as it ends."""
-_CALL = "tools/call"
+_CALL, _CANCELLED = "tools/call", "notifications/cancelled"
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
 _BUSY = (429, 503)
 _REFUSED = (401, 403)
@@ -40,6 +41,7 @@ class Wire(httpx2.AsyncBaseTransport):
         )
         self._inner = httpx2.AsyncHTTPTransport(verify=ssl_context, limits=limits)
         self._connect_timeout_s = connect_timeout_s
+        self._cancellations: set[asyncio.Task[None]] = set()
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send it; a POST that fails is answered with an error of the protocol."""
@@ -54,24 +56,32 @@ class Wire(httpx2.AsyncBaseTransport):
             "write": limit,
             "pool": limit,
         }
+        if method == _CANCELLED:
+            # The library sends one message behind the other, and calls wait for their turn: a
+            # server that stands still must not keep them by what it does not answer here.
+            task = asyncio.create_task(self._aside(request), name="mcp-cancellation")
+            self._cancellations.add(task)
+            task.add_done_callback(self._cancellations.discard)
+        elif side:
+            await self._aside(request)
         if side:
-            return await self._aside(request)
+            return httpx2.Response(202, request=request)
         if request.method != "POST":
             return await self._inner.handle_async_request(request)
         return await self._post(request, FATE.get() or Fate(), is_call=method == _CALL)
 
     async def aclose(self) -> None:
         """Close every connection."""
+        for task in self._cancellations:
+            task.cancel()
+        await asyncio.gather(*self._cancellations, return_exceptions=True)
         await self._inner.aclose()
 
-    async def _aside(self, request: httpx2.Request) -> httpx2.Response:
+    async def _aside(self, request: httpx2.Request) -> None:
         """Send what nobody waits for; what becomes of it shows at the next call."""
-        try:
+        with contextlib.suppress(httpx2.TransportError):
             response = await self._inner.handle_async_request(request)
             await response.aclose()
-        except httpx2.TransportError:
-            pass
-        return httpx2.Response(202, request=request)
 
     async def _post(self, request: httpx2.Request, fate: Fate, *, is_call: bool) -> httpx2.Response:
         # What is asked behind a call that was answered (a listing) says nothing about the call.
