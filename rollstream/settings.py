@@ -503,11 +503,11 @@ class McpTable(Table):
     url: str = ""
     """Of its streamable HTTP endpoint."""
     token_file: Path | None = None
-    """A file with the bearer token (a mounted secret)."""
+    """A file with the bearer token (a mounted secret); read again for every new session."""
     connections: int = Field(4, ge=1, le=256)
-    """Sessions with it, of one process."""
+    """Sessions with it, of one process; any number of calls run on each at once."""
     connect_timeout_s: float = Field(10.0, gt=0)
-    """How long a session may take to begin, at the start and when one is made anew."""
+    """How long a session may take to begin, and how long a call waits for a server that is away."""
 
     @field_validator("url")
     @classmethod
