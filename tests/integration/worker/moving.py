@@ -98,6 +98,7 @@ class Moving:
             engine=GatedEngine(self.pool, self.gate), renderer=renderer, book=book, finish=finish,
             version=lambda: self.view.version, run_seed=7, fidelity=self.fidelity,
             parking=parking if partial else None, mask_offpolicy=mask_offpolicy,
+            opened=self.gate.reopened if partial else None,
         )  # fmt: skip
         self.shift = Shift(
             self.queue, self.link, self.view, name=self.name, rollout=rollout, book=book,

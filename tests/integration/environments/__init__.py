@@ -1,0 +1,1 @@
+"""Tests of environments over real servers and real processes."""
