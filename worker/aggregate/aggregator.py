@@ -22,18 +22,16 @@ from dataclasses import dataclass
 
 import structlog
 
-from rollstream.errors import DropReason, RolloutFault, WireError
-from rollstream.group import GroupView, PromptGroup
+from rollstream.errors import DropReason
 from rollstream.link import Link
 from rollstream.queue import calls
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.queue import Queue
-from rollstream.queue.reads import StoredGroup, StreamEntry
-from rollstream.wire import decode_body, decode_prompt
+from rollstream.queue.reads import StreamEntry
 
-from ..members.work import place_of
 from ..telemetry.metrics import Metrics
-from .judge import KEEP, EnvJudge, FilterError, FilterHung, Verdict, judge, view_of
+from .judge import EnvJudge
+from .judging import TRIES, Judgement, Judging, reward_troubles
 
 CONSUMER = "aggregator"
 """One fixed name for all aggregators: names per process would pile up for ever in Redis."""
@@ -41,7 +39,6 @@ BATCH = 32
 BLOCK_S = 0.5
 BUSY_GROUPS = 3
 GATHER_S = 0.003
-TRIES = 3
 IDLE_LEASES = 2.0
 KEEPS_AN_IDLE = 3
 SLOW_S = 0.05
@@ -50,14 +47,6 @@ MAX_SLOW = 32
 """Slow judgements at once; with so many, nothing more is read."""
 
 log = structlog.get_logger("aggregator")
-
-
-class _MovedOn(Exception):
-    """The group was ended or requeued while it was judged."""
-
-
-def _is_entry_of(stored: StoredGroup, entry: StreamEntry) -> bool:
-    return stored.state == "full" and stored.full_id == entry.message_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +58,7 @@ class AggregatorLimits:
     stop_on_filter_error: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """What was decided on one entry."""
-
-    entry: StreamEntry
-    env: str
-    verdict: Verdict
+_Judged = tuple[StreamEntry, Judgement]
 
 
 class Aggregator:
@@ -91,15 +74,12 @@ class Aggregator:
         limits: AggregatorLimits = AggregatorLimits(),
         lease_s: Callable[[], float] = lambda: 15.0,
     ) -> None:
-        self._queue, self._link, self._envs = queue, link, envs
+        self._queue, self._link = queue, link
+        self._judging = Judging(queue, link, envs, metrics)
         self._metrics, self._limits, self._lease_s = metrics, limits, lease_s
         self._stopping = False
         self._in_hand: set[str] = set()
         self._slow: set[asyncio.Task[None]] = set()
-        self._runs_user_code = any(env.runs_user_code for env in envs.values())
-        # One environment whose filters look at headers only needs no prompt at all.
-        self._only = next(iter(envs.values())) if len(envs) == 1 else None
-        self._reads_prompts = self._only is None or self._runs_user_code
 
     @property
     def idle_s(self) -> float:
@@ -169,7 +149,7 @@ class Aggregator:
             if entry.message_id in self._in_hand:  # we were frozen for longer than the idle time
                 continue
             log.info("group_taken_over", group=entry.group_index, deliveries=entry.deliveries)
-            is_suspect = self._runs_user_code and entry.deliveries >= TRIES
+            is_suspect = self._judging.runs_user_code and entry.deliveries >= TRIES
             if is_suspect:
                 await self._settle(0)
             await self._judge(entries)
@@ -185,15 +165,15 @@ class Aggregator:
         """Judge entries: one round trip for their headers, one for all quick verdicts."""
         self._in_hand.update(entry.message_id for entry in entries)
         stored = await self._link.answered(
-            lambda: self._queue.headers(entries, prompts=self._reads_prompts)
+            lambda: self._queue.headers(entries, prompts=self._judging.reads_prompts)
         )
         judged: list[_Judged] = []
         for entry, group in zip(entries, stored, strict=True):
-            if not self._runs_user_code:
-                judged.append(_Judged(entry, *await self._judge_one(entry, group)))
+            if not self._judging.runs_user_code:
+                judged.append((entry, await self._judging.judge(entry, group)))
                 continue
             judging = asyncio.create_task(
-                self._judge_one(entry, group), name=f"judge {entry.group_index}"
+                self._judging.judge(entry, group), name=f"judge {entry.group_index}"
             )
             try:
                 done, _ = await asyncio.wait((judging,), timeout=SLOW_S)
@@ -201,15 +181,13 @@ class Aggregator:
                 judging.cancel()
                 raise
             if done:
-                judged.append(_Judged(entry, *judging.result()))
+                judged.append((entry, judging.result()))
             else:
                 self._slow.add(asyncio.create_task(self._judge_slowly(entry, judging)))
         await self._tell(judged)
 
-    async def _judge_slowly(
-        self, entry: StreamEntry, judging: asyncio.Task[tuple[str, Verdict]]
-    ) -> None:
-        await self._tell([_Judged(entry, *await judging)])
+    async def _judge_slowly(self, entry: StreamEntry, judging: asyncio.Task[Judgement]) -> None:
+        await self._tell([(entry, await judging)])
 
     async def _settle(self, allowed: int) -> None:
         """Wait until at most `allowed` slow judgements are left; raise what broke one."""
@@ -228,88 +206,36 @@ class Aggregator:
             return
         verdicts: list[ScriptCall[str]] = [
             calls.verdict(
-                one.entry.group_index,
-                one.entry.message_id,
-                drop=one.verdict.drop,
-                detail=one.verdict.detail,
+                entry.group_index,
+                entry.message_id,
+                drop=judgement.verdict.drop,
+                detail=judgement.verdict.detail,
+                headers=judgement.headers,
             )
-            for one in judged
+            for entry, judgement in judged
         ]
         answers = await self._link.answered(lambda: self._queue.call_many(verdicts))
-        for one, answer in zip(judged, answers, strict=True):
-            self._in_hand.discard(one.entry.message_id)
+        for (entry, judgement), answer in zip(judged, answers, strict=True):
+            self._in_hand.discard(entry.message_id)
             if answer != "noop":
-                self._metrics.group_judged(one.env, one.verdict.drop)
+                self._count(judgement)
         await self._stop_if_asked(judged)
 
-    async def _judge_one(self, entry: StreamEntry, stored: StoredGroup) -> tuple[str, Verdict]:
-        if not _is_entry_of(stored, entry):
-            return "", KEEP  # it moved on: the verdict deletes the entry and changes nothing
-        if entry.deliveries > TRIES:
-            return "", self._filter_error(
-                entry,
-                f"its judgement never ended: {TRIES} aggregators had it and died or stood still",
+    def _count(self, judgement: Judgement) -> None:
+        self._metrics.group_judged(judgement.env, judgement.verdict.drop)
+        if judgement.view is not None:
+            is_kept = judgement.verdict.drop is None
+            self._metrics.outcomes.members_judged(
+                judgement.env, judgement.view.members, is_kept=is_kept
             )
-        error = ""
-        env_name = ""
-        for _ in range(TRIES):
-            try:
-                env, prompt = self._env_of(stored)
-                env_name = env.name
-                view = view_of(stored, env, prompt.metadata if prompt is not None else {})
-                fill = functools.partial(self._fill, view, stored, prompt)
-                verdict = await judge(view, env, stored.why, fill)
-                self._note_waits(entry, view)
-                return env_name, verdict
-            except _MovedOn:
-                return env_name, KEEP
-            except FilterHung as raised:
-                error = str(raised)
-                break
-            except (FilterError, WireError, RolloutFault, LookupError) as raised:
-                error = str(raised)
-        return env_name, self._filter_error(entry, error)
-
-    def _note_waits(self, entry: StreamEntry, view: GroupView) -> None:
-        for member in view.members:
-            if member.header is not None and member.header.done_unix_s:
-                waited_s = entry.unix_s - member.header.done_unix_s
-                self._metrics.span("group_wait", max(0.0, waited_s))
-
-    def _env_of(self, stored: StoredGroup) -> tuple[EnvJudge, PromptGroup | None]:
-        if not self._reads_prompts and self._only is not None:
-            return self._only, None
-        if stored.prompt is None:
-            raise WireError(f"group {stored.group_index} has no prompt record")
-        prompt = decode_prompt(stored.prompt, place_of(stored.group_index), stored.n)
-        env = self._envs.get(prompt.env)
-        if env is None:
-            raise LookupError(
-                f"environment {prompt.env!r} is not configured here; known: {sorted(self._envs)}"
-            )
-        return env, prompt
-
-    async def _fill(self, view: GroupView, stored: StoredGroup, prompt: PromptGroup | None) -> None:
-        """Give a filter that asked for bodies the members' trajectories."""
-        if prompt is None:
-            raise WireError(f"group {stored.group_index} has no prompt record")
-        ids = [(stored.group_index, stored.n)]
-        (full,) = await self._link.answered(lambda: self._queue.groups(ids, text=True))
-        # Their state is read behind the bodies.
-        if (full.state, full.full_id) != (stored.state, stored.full_id):
-            raise _MovedOn
-        for member, body, text in zip(view.members, full.bodies, full.texts, strict=True):
-            if body is not None:
-                member.trajectory = decode_body(body, prompt, text)
-
-    def _filter_error(self, entry: StreamEntry, error: str) -> Verdict:
-        log.error("filter_error", group_index=entry.group_index, error=error)
-        return Verdict(DropReason.FILTER_ERROR, error)
+        for detail in reward_troubles(judgement):
+            self._metrics.outcomes.reward_error(detail)
 
     async def _stop_if_asked(self, judged: Sequence[_Judged]) -> None:
         if not self._limits.stop_on_filter_error:
             return
-        broken = [j.verdict.detail for j in judged if j.verdict.drop is DropReason.FILTER_ERROR]
+        verdicts = [judgement.verdict for _, judgement in judged]
+        broken = [v.detail for v in verdicts if v.drop is DropReason.FILTER_ERROR]
         if broken:
             failed = calls.fail_run(f"filter_error: {broken[0]}")
             await self._link.answered(lambda: self._queue.call(failed))

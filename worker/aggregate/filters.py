@@ -21,6 +21,7 @@ FilterFunction: TypeAlias = Callable[[GroupView], FilterAnswer]
 
 STD_EPSILON = 1e-6
 """Rewards whose spread is at most this differ by rounding only."""
+ROUNDING = 1e-9
 _HUGE_SPREAD = 1e100
 _KEEP = Keep()
 
@@ -65,7 +66,7 @@ def reward_nonzero_std(
         if group.n == 1 or any(member.reward is None for member in usable):
             return _KEEP
         if len(usable) < 2:
-            if keep_when_insufficient:
+            if keep_when_insufficient and usable:
                 return _KEEP
             return Drop(DropReason.ZERO_STD, f"{len(usable)} usable of {group.n}: no spread")
         rewards = group.rewards
@@ -93,7 +94,11 @@ def population_std(values: Sequence[float]) -> float:
 
 
 def reward_range(low: float, high: float) -> FilterFunction:
-    """Drop a group whose mean usable reward lies outside `low`..`high`, both included."""
+    """Drop a group whose mean usable reward lies outside `low`..`high`, both included.
+
+    A mean that misses a bound by rounding only (a billionth of it) is at the bound. Kept: a group
+    without a reward, which the trainer scores.
+    """
     if not low <= high:
         raise ValueError(f"reward_range: {low} is above {high}")
 
@@ -102,23 +107,31 @@ def reward_range(low: float, high: float) -> FilterFunction:
         if not rewards:
             return _KEEP
         mean = math.fsum(value / len(rewards) for value in rewards)
-        if low <= mean <= high:
+        if low <= mean <= high or _meets(mean, low) or _meets(mean, high):
             return _KEEP
         return Drop(DropReason.RANGE, f"mean {mean:.4g} outside {low:g}..{high:g}")
 
     return judge
 
 
+def _meets(mean: float, bound: float) -> bool:
+    return math.isclose(mean, bound, rel_tol=ROUNDING, abs_tol=ROUNDING)
+
+
 def min_ok(k: int) -> FilterFunction:
-    """Drop a group with fewer than `k` members that completed (truncated ones do not count)."""
+    """Drop a group with fewer than `k` members that completed (truncated ones do not count).
+
+    A group of fewer than `k` needs all of them.
+    """
     if k < 1:
         raise ValueError(f"min_ok: {k} is not a number of members; give at least 1")
 
     def judge(group: GroupView) -> FilterAnswer:
         completed = sum(member.status is Status.COMPLETED for member in group.usable)
-        if completed >= k:
+        needed = min(k, group.n)
+        if completed >= needed:
             return _KEEP
-        return Drop(DropReason.MIN_OK, f"{completed} of {group.n} completed, {k} are needed")
+        return Drop(DropReason.MIN_OK, f"{completed} of {group.n} completed, {needed} are needed")
 
     return judge
 

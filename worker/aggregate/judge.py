@@ -1,8 +1,9 @@
 """The judgement of one full group: from its stored headers to keep, or drop with one reason.
 
-Owns the order of the checks. Never talks to Redis: bodies come from a function it is given.
-Invariant: the order is `no_aborted` over all members, then enough usable members, then the other
-filters over the usable ones; the first that drops gives the reason, and there is exactly one.
+Owns the order of the checks. Never talks to Redis: bodies and the group's reward come from
+functions it is given. Invariant: the order is `no_aborted` over all members, then enough usable
+members, then the group's reward, where there is one, and enough members that have one, then the
+other filters over the usable ones; the first that drops gives the reason, and there is exactly one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollstream.errors import DropReason
+from rollstream.errors import DropReason, MemberReason, Status
 from rollstream.group import Drop, EnvRule, GroupView, Keep, judge_member
 from rollstream.queue.reads import StoredGroup
 from rollstream.wire import decode_header
@@ -21,6 +22,9 @@ from ..bounded import Overdue, run_bounded
 from ..functions import describe
 from ..members.work import place_of
 from .loader import LoadedFilter
+
+if TYPE_CHECKING:
+    from .group_reward import GroupReward
 
 _SHORT_OF = {
     DropReason.DEADLINE.value: DropReason.DEADLINE,
@@ -43,11 +47,13 @@ class EnvJudge:
     """Usable members that a group needs; None is all n."""
     filter_timeout_s: float = 10.0
     """How long one filter of the user's may take over one group."""
+    group_reward: GroupReward | None = None
+    """Scores the members of a group that have no reward."""
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether a filter is the user's: it may be slow, hang, or take the process with it."""
-        return not all(one.built_in for one in self.filters)
+        """Whether something is the user's: it may be slow, hang, or take the process with it."""
+        return self.group_reward is not None or not all(one.built_in for one in self.filters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +81,29 @@ def view_of(stored: StoredGroup, env: EnvJudge, metadata: Mapping[str, Any]) -> 
     Raises:
         WireError: a header that cannot be read.
     """
+    rule = env.rule
     members = [
         judge_member(
             i,
             decode_header(raw) if raw is not None else None,
             stored.errors[i],
-            env.rule,
+            rule,
         )
         for i, raw in enumerate(stored.headers)
     ]
+    if rule.on_truncated == "mask":
+        for leaf in (leaf for m in members if m.header is not None for leaf in m.header.leaves):
+            if leaf.status is Status.TRUNCATED:
+                leaf.num_trainable = 0
     return GroupView(place_of(stored.group_index), stored.n, env.name, members, dict(metadata))
 
 
 async def judge(
-    view: GroupView, env: EnvJudge, why: str, bodies: Callable[[], Awaitable[None]]
+    view: GroupView,
+    env: EnvJudge,
+    why: str,
+    bodies: Callable[[], Awaitable[None]],
+    score: Callable[[], Awaitable[None]] | None = None,
 ) -> Verdict:
     """Judge one group.
 
@@ -97,6 +112,8 @@ async def judge(
         env: its environment.
         why: what its first failed member failed for, "" where none did.
         bodies: fills in the members' trajectories; called at most once, when a filter needs them.
+        score: asks the group's reward and judges the members of the view anew by what it says;
+            called at most once, and only where enough of them can be scored at all.
 
     Raises:
         FilterError: a filter of the user's broke.
@@ -108,6 +125,9 @@ async def judge(
         elif (verdict := await _ask(one, view, env.filter_timeout_s)).drop is not None:
             return verdict
     usable, needed = len(view.usable), min(env.min_samples or view.n, view.n)
+    if score is not None and usable >= needed:
+        await score()
+        usable = len(view.usable)
     if usable < needed:
         return Verdict(_SHORT_OF.get(why, DropReason.SHORT_GROUP), _who_is_missing(view, needed))
     fetched = False
@@ -149,7 +169,11 @@ def _who_is_missing(view: GroupView, needed: int) -> str:
         if m.missing is not None
     )
     parts = [f"{reason} x{count}" for reason, count in sorted(reasons.items())]
-    return f"{len(view.usable)} of {view.n} usable, {needed} needed: {', '.join(parts)}"
+    told = f"{len(view.usable)} of {view.n} usable, {needed} needed: {', '.join(parts)}"
+    causes = (m.missing.error for m in view.members if m.header is not None and m.missing
+              and m.missing.reason == MemberReason.REWARD_ERROR)  # fmt: skip
+    cause = next((error for error in causes if not _is_word(error)), "")
+    return f"{told} ({cause})" if cause else told
 
 
 def _is_word(text: str) -> bool:

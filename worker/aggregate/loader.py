@@ -8,7 +8,7 @@ is a `ConfigError` at start-up; arguments are literals, nothing in the configura
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -40,28 +40,38 @@ class LoadedFilter:
         return self.built_in and self.name.partition("(")[0].strip() == NO_ABORTED
 
 
-def load_filters(names: Sequence[str], *, std_threshold: float | None = None) -> list[LoadedFilter]:
+def load_filters(
+    names: Sequence[str],
+    *,
+    std_threshold: float | None = None,
+    keep_when_insufficient: bool = False,
+) -> list[LoadedFilter]:
     """Return the filters that `names` say, in order.
 
     Args:
         names: as in `aggregator.filters`.
         std_threshold: of a `reward_nonzero_std` that is written without one.
+        keep_when_insufficient: the same.
 
     Raises:
         ConfigError: which filter is wrong, how, and what to do.
     """
-    return [_load(name.strip(), std_threshold) for name in names]
+    settings: dict[str, Any] = {"keep_when_insufficient": keep_when_insufficient}
+    if std_threshold is not None:
+        settings["threshold"] = std_threshold
+    return [_load(name.strip(), settings) for name in names]
 
 
-def _load(text: str, std_threshold: float | None) -> LoadedFilter:
+def _load(text: str, of_std: Mapping[str, Any]) -> LoadedFilter:
     if is_path(text):
         return _load_path(text)
     name, args, kwargs = _parse(text)
     factory = BUILT_IN.get(name)
     if factory is None:
         raise unknown_name(name, WHAT, sorted(BUILT_IN))
-    if name == _STD and std_threshold is not None and not args and "threshold" not in kwargs:
-        kwargs["threshold"] = std_threshold
+    if name == _STD:
+        # What is written with the name wins; its first argument is the threshold.
+        kwargs = {k: v for k, v in of_std.items() if not (args and k == "threshold")} | kwargs
     try:
         function: FilterFunction = factory(*args, **kwargs)
     except (TypeError, ValueError) as error:

@@ -11,11 +11,10 @@ import inspect
 from typing import TYPE_CHECKING
 
 from rollstream.errors import ConfigError, RewardFault
-from rollstream.settings import EnvTable, Settings
+from rollstream.settings import NO_REWARD, EnvTable, Settings
 
 from ..generate.loader import ENV
 from ..types import GenerateFunction
-from .startup import NO_REWARD
 
 if TYPE_CHECKING:
     from ..environments.load import LoadedEnvironment

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from rollstream.errors import ConfigError
-from rollstream.group import EnvRule
 from rollstream.parameters import off_problem
-from rollstream.settings import EnvTable, Settings
+from rollstream.settings import NO_REWARD, EnvTable, RewardTable, Settings
 
 from ..aggregate.judge import EnvJudge
 from ..aggregate.loader import load_filters
@@ -29,14 +28,13 @@ from ..tools.mcp import McpServers
 from ..types import DivergencePolicy, GenerateFunction, Limits, Tool
 
 if TYPE_CHECKING:
+    from ..aggregate.group_reward import GroupReward
     from ..isolation import Isolated
     from ..rewards import Scorer as RewardScorer
     from ..tito.load import LoadedRenderer
 
 log = structlog.get_logger("worker")
 
-NO_REWARD = "none"
-"""`reward.kind` where the trainer scores."""
 UNSEEN_TOOLS = (
     "the chat format does not show tool specs, so the model is not told that these tools exist: "
     "describe them in the prompts' system message, or remove them"
@@ -87,6 +85,7 @@ def _env_runtime(
     loader: ToolLoader,
 ) -> EnvRuntime:
     sampling = base_sampling(settings, renderer.stop_token_ids).with_overrides(table.sampling)
+    table.rule()  # what is wrong with it is wrong in every process
     off = tuple(sampling.off_distribution())
     if off and not settings.sampling.allow_off_distribution:
         raise ConfigError(f"sampling.{off_problem(off[0], getattr(sampling, off[0]))}")
@@ -180,22 +179,35 @@ def env_judges(settings: Settings) -> dict[str, EnvJudge]:
     """Return how every environment's groups are judged.
 
     Raises:
-        ConfigError: a filter that is unknown, wrong, or cannot be imported.
+        ConfigError: a filter or a group's reward that is unknown, wrong, or cannot be imported.
     """
-    judges = {}
+    judges, aggregator = {}, settings.aggregator
     for name, table in settings.envs().items():
         try:
-            filters = load_filters(table.filters, std_threshold=settings.aggregator.std_threshold)
+            rule = table.rule()
+            filters = load_filters(
+                table.filters,
+                std_threshold=aggregator.std_threshold,
+                keep_when_insufficient=aggregator.keep_when_insufficient,
+            )
+            group_reward = _group_reward(table.reward) if table.reward.group else None
         except ConfigError as error:
             raise ConfigError(f"environment {name!r}: {error}") from None
         judges[name] = EnvJudge(
             name=name,
-            rule=EnvRule(table.reward.key, needs_reward=table.reward.kind != NO_REWARD),
+            rule=rule,
             filters=filters,
-            min_samples=settings.aggregator.min_samples,
-            filter_timeout_s=settings.aggregator.filter_timeout_s,
+            min_samples=aggregator.min_samples,
+            filter_timeout_s=aggregator.filter_timeout_s,
+            group_reward=group_reward,
         )
     return judges
+
+
+def _group_reward(table: RewardTable) -> GroupReward | None:
+    from ..aggregate.group_reward import load_group_reward  # what rewards need is slow to import
+
+    return load_group_reward(table)
 
 
 def build_isolated(settings: Settings, incarnation: str) -> Isolated | None:

@@ -7,7 +7,7 @@ function does (raises, hangs, exits, cancels), the caller has a reward or a `Rew
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from rollstream.errors import RewardFault
 from rollstream.sample import Sample
@@ -16,6 +16,8 @@ from ..bounded import LeakedCancel, Overdue, run_bounded
 from ..functions import describe, is_async
 from .case import Case
 from .details import Detail, no_verdict
+
+T = TypeVar("T")
 
 
 async def own_function(
@@ -32,10 +34,10 @@ async def own_function(
 
 
 async def called(
-    function: Callable[[Sample], Any],
+    function: Callable[[T], Any],
     name: str,
     timeout_s: float,
-    sample: Sample,
+    judged: T,
     *,
     may_pass: bool,
 ) -> Any:
@@ -45,14 +47,14 @@ async def called(
         function: sync or async.
         name: for messages.
         timeout_s: of this call.
-        sample: its argument.
+        judged: its argument, a sample or a group of them.
         may_pass: whether what it raises may be different the next time.
 
     Raises:
         RewardFault: no verdict.
     """
     try:
-        return await run_bounded(function, sample, timeout_s=timeout_s)
+        return await run_bounded(function, judged, timeout_s=timeout_s)
     except RewardFault:
         raise
     except Overdue:

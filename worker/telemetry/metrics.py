@@ -22,6 +22,7 @@ from rollstream.sample import UNKNOWN_VERSION, Sample
 
 from ..engines.fleet.states import State
 from .figures import POOL_COUNTERS, EngineFigures, PoolFigures
+from .outcomes import OTHER, OutcomeMetrics
 from .spans import SPAN_NAMES
 from .tally import TokenTally
 
@@ -29,18 +30,17 @@ K = TypeVar("K")
 
 MAX_SERIES = 400
 MAX_ENV_LABELS = 3
-"""Environments with series of their own; further ones are counted as `other`."""
+"""Labels of environments: where there are more, the last is `other`."""
 MAX_ENGINE_LABELS = 4
 """Engines with series of their own. Engines join and leave, so a label is a place, which the next
 one takes when one has left; `rollout_engines` counts all."""
-OTHER = "other"
 MISMATCH_KINDS = ("prefix", "sampled", "log_prob")
 DIVERGENCE_POLICIES = ("reject", "fork", "keep_prefix")
 RESCORE_OUTCOMES = ("compared", "not_comparable", "dropped", "failed")
 GATEWAY_OUTCOMES = ("ok", "refused", "failed", "left")
 
 SECONDS_BUCKETS = (
-    .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1200, 1800, 3600,
+    .05, .25, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 1800,
 )  # fmt: skip
 DIFFERENCE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 STALENESS_BUCKETS = (0, 1, 2, 4, 8)
@@ -88,8 +88,10 @@ class Metrics:
         prom.disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus-client
         self.registry = prom.CollectorRegistry()
         named = sorted(set(envs))
-        self._envs = frozenset(named[:MAX_ENV_LABELS])
-        self._env_labels = [*sorted(self._envs), *([OTHER] if named[MAX_ENV_LABELS:] else [])]
+        if named[MAX_ENV_LABELS:]:
+            named = [*named[: MAX_ENV_LABELS - 1], OTHER]
+        self._envs = frozenset(named)
+        self._env_labels = named
         self._declare(version, wire)
         self._samples: Tally[tuple[str, StopReason]] = Tally()
         self._groups: Tally[tuple[str, str, str]] = Tally()
@@ -192,6 +194,7 @@ class Metrics:
         self._declare_engines()
         self._declare_fidelity()
         self._declare_gateway()
+        self.outcomes = OutcomeMetrics(registry, self._env_labels)
         self._bind_children()
 
     def _declare_engines(self) -> None:
@@ -311,6 +314,11 @@ class Metrics:
             tokens["trainable"] += counted.trainable
         else:
             tokens["discarded"] += counted.sampled
+        if leaves:
+            self.outcomes.tool_calls(leaves[0].metadata)
+        if reason is StopReason.REWARD_ERROR:
+            detail = leaves[0].metadata.get("error_detail") if leaves else None
+            self.outcomes.reward_error(detail if isinstance(detail, str) else OTHER)
         for sample in leaves:
             # Not the first call's: a turn that goes on at another engine may get older weights.
             versions = sample.version_range() if delivered and version >= 0 else None
@@ -380,6 +388,7 @@ class Metrics:
         _observe_all(self.logprob_difference, DIFFERENCE_BUCKETS, self._differences)
         _observe_all(self.sample_staleness, STALENESS_BUCKETS, self._stalenesses)
         _move(self._divergences, self._divergence_children)
+        self.outcomes.flush(_observe_all)
 
     def fidelity(self, mismatches: Mapping[str, int], *, checked: int, unknown: int) -> None:
         """Publish the running totals of the check on every sample."""

@@ -22,6 +22,7 @@ from rollstream.wire import encode_prompt
 from tests.builders import a_prompt, budgets
 from tests.unit.worker.works import a_book, a_rollout, an_env, answer, plain
 from worker.aggregate.aggregator import Aggregator, AggregatorLimits
+from worker.aggregate.group_reward import GroupReward
 from worker.aggregate.judge import EnvJudge
 from worker.aggregate.loader import LoadedFilter, load_filters
 from worker.members.shift import Shift, ShiftLimits, new_incarnation
@@ -114,6 +115,7 @@ class Parts:
         scorer: Any = None,
         render: Any = None,
         rule: EnvRule = EnvRule(),  # noqa: B008 - frozen
+        group_reward: GroupReward | None = None,
     ) -> None:
         self.queue, self.link, self.view, self.engines = queue, Link(), RunView(), Engines()
         self.metrics = Metrics(version="0", wire=1, envs=["default"])
@@ -137,7 +139,11 @@ class Parts:
         self.aggregator = Aggregator(
             queue,
             self.link,
-            {"default": EnvJudge("default", rule, loaded, min_samples, filter_timeout_s)},
+            {
+                "default": EnvJudge(
+                    "default", rule, loaded, min_samples, filter_timeout_s, group_reward
+                )
+            },
             metrics=self.metrics,
             limits=AggregatorLimits(claim_idle_s, stop_on_filter_error),
             lease_s=lambda: self.view.lease_s,
