@@ -75,3 +75,12 @@ def test_a_name_that_is_not_configured_counts_nowhere() -> None:
     failures = Failures(["a"], 1)
     failures.worked("nope")
     assert refuse(failures, "nope", range(9)) == []
+
+
+def test_a_success_begins_both_counts_of_its_environment_anew() -> None:
+    failures = Failures(["a"], 3)
+    with capture_logs() as logs:
+        for start in (0, 10, 20):
+            assert refuse(failures, "a", range(start, start + 2)) == []
+            failures.worked("a")
+    assert logs == []
