@@ -177,8 +177,8 @@ def payload_of(
     Args:
         text: of the reply.
         label: of the row.
-        metadata: of the row; `partial` asks for the share of tests that passed, `timeout_s` for
-            less time.
+        metadata: of the row; `partial` asks for the share of tests that passed, `timeout_s` is
+            what one test may take.
         timeout_s: for all tests together.
 
     Raises:
@@ -189,13 +189,14 @@ def payload_of(
     if not program.strip() or len(json.dumps(program)) > MAX_PROGRAM_CHARS:
         return None
     partial = metadata.get("partial") is True
-    asked = metadata.get("timeout_s")
-    if isinstance(asked, int | float) and 0 < asked < timeout_s:
-        timeout_s = float(asked)
-    return {
+    payload = {
         "program": program,
         "tests": tests,
         "timeout_s": timeout_s,
         "stop_early": not partial,
         "partial": partial,
     }
+    one_s = metadata.get("timeout_s")
+    if isinstance(one_s, int | float) and not isinstance(one_s, bool) and one_s > 0:
+        payload["test_timeout_s"] = min(float(one_s), timeout_s)
+    return payload

@@ -86,10 +86,19 @@ def test_payload_of_says_how_the_tests_are_run() -> None:
     }  # fmt: skip
     part = payload_of("a", STDIN, {"partial": True, "timeout_s": 2}, 8.0)
     assert part is not None
-    assert (part["partial"], part["stop_early"], part["timeout_s"]) == (True, False, 2.0)
-    longer = payload_of("a", STDIN, {"timeout_s": 100}, 8.0)
-    assert longer is not None
-    assert longer["timeout_s"] == 8.0
+    assert (part["partial"], part["stop_early"]) == (True, False)
+    assert (part["timeout_s"], part["test_timeout_s"]) == (8.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "one_s"), [(100, 8.0), (0.5, 0.5), (0, None), (-1, None), (True, None), ("2", None)]
+)
+def test_payload_of_gives_one_test_what_the_row_says_and_no_more_than_all(
+    asked: Any, one_s: float | None
+) -> None:
+    payload = payload_of("a", STDIN, {"timeout_s": asked}, 8.0)
+    assert payload is not None
+    assert payload.get("test_timeout_s") == one_s
 
 
 @pytest.mark.parametrize(
