@@ -19,6 +19,7 @@ from rollstream.errors import ConfigError
 from rollstream.parameters import PARAMETERS, problem_of
 from rollstream.urls import (
     NO_NAME_WITH_TLS,
+    engine_url_problem,
     is_name_with_tls,
     redis_url_problem,
     with_sentinels,
@@ -514,6 +515,8 @@ class McpTable(Table):
     def _check(cls, value: str) -> str:
         if not value.startswith(("http://", "https://")):
             raise ValueError("a URL that starts with http:// or https://")
+        if problem := engine_url_problem(value.partition("?")[0]):
+            raise ValueError(problem)
         return value
 
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mcp.client
 import structlog
 from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, PARSE_ERROR
@@ -29,7 +30,7 @@ from ...functions import describe
 from ..outcome import ToolError, ToolTrouble
 from .content import text_of_result
 from .fate import Fate, Trouble
-from .session import NotOpened, Session
+from .session import NotOpened, Session, shown
 
 if TYPE_CHECKING:
     from mcp_types import CallToolResult
@@ -49,6 +50,8 @@ class McpServer:
 
     def __init__(self, name: str, table: McpTable) -> None:
         self.name, self._table = name, table
+        self.url = shown(table.url)
+        """For people."""
         self._most_delay_s = min(MOST_DELAY_S, table.connect_timeout_s / 4)
         self._sessions: list[Session] = []
         """All that still run, those that are about to end included."""
@@ -71,7 +74,7 @@ class McpServer:
             ConfigError: it cannot be reached, refuses the token, or is no MCP server.
         """
         # What it says there is said here, once and with its server.
-        logging.getLogger("mcp.client").setLevel(logging.CRITICAL)
+        logging.getLogger(mcp.client.__name__).setLevel(logging.CRITICAL)
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         self._token()
         self._ssl_context = await in_thread(ssl.create_default_context)
@@ -83,7 +86,7 @@ class McpServer:
             if (problem is not None and problem.refused) or time.monotonic() >= limit:
                 said = self._problem or f"no answer within {self._table.connect_timeout_s:g} s"
                 raise ConfigError(
-                    f"mcp.{self.name}: {self._table.url} cannot be used: {said}; "
+                    f"mcp.{self.name}: {self.url} cannot be used: {said}; "
                     "start the server, or check url and token_file"
                 )
 
@@ -157,7 +160,7 @@ class McpServer:
                 fate.said = said
 
     def _fault(self, detail: str, said: str) -> ToolFault:
-        message = f"MCP server {self.name!r} ({self._table.url}): {said or 'it does not answer'}"
+        message = f"MCP server {self.name!r} ({self.url}): {said or 'it does not answer'}"
         return ToolFault(message, retryable=True, detail=detail)
 
     # --- sessions --------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ class McpServer:
     def _say_down(self, problem: NotOpened) -> None:
         if self.listed and not self._is_down and not self.num_sessions:
             self._is_down = True
-            log.warning("mcp_server_down", server=self.name, url=self._table.url, why=str(problem))
+            log.warning("mcp_server_down", server=self.name, url=self.url, why=str(problem))
 
     def _say_up(self, listed: list[ListedTool]) -> None:
         if self._is_down:

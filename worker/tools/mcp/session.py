@@ -21,6 +21,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, Implementation
 
 import rollstream
+from rollstream.urls import shown_url
 
 from ...functions import describe
 from .fate import FATE, Fate, Trouble
@@ -35,6 +36,11 @@ log = structlog.get_logger("worker")
 MAX_PAGES = 100
 CLOSE_S = 3.0
 """How long a session may take to say goodbye, and again to be torn down."""
+
+
+def shown(url: str) -> str:
+    """Return a URL without its secrets: hosted servers take keys as user and in the query."""
+    return shown_url(url).partition("?")[0]
 
 
 class NotOpened(Exception):
@@ -52,7 +58,7 @@ class Session:
     def __init__(
         self, url: str, token: str | None, connect_timeout_s: float, ssl_context: ssl.SSLContext
     ) -> None:
-        self._url, self._token = url, token
+        self._url, self._shown_url, self._token = url, shown(url), token
         self._connect_timeout_s, self._ssl_context = connect_timeout_s, ssl_context
         self._client: Client | None = None
         self._closing = asyncio.Event()
@@ -135,7 +141,7 @@ class Session:
             if done:
                 return
             self._task.cancel()
-        log.warning("mcp_session_left_behind", url=self._url)
+        log.warning("mcp_session_left_behind", url=self._shown_url)
 
     def _end_if_idle(self) -> None:
         if self.is_retired and not self.num_calls:
@@ -166,7 +172,7 @@ class Session:
             said = describe(_first(error))
             fate.said = fate.said or said
             if self._client is not None:
-                log.warning("mcp_session_broke", url=self._url, error=said)
+                log.warning("mcp_session_broke", url=self._shown_url, error=said)
         finally:
             self._client = None
             self.is_retired = True
