@@ -19,9 +19,10 @@ from .details import Detail, no_verdict
 from .hub import opened_label
 from .kinds import CODE, MATH_VERIFY
 
-OWN_TIME = 0.8
-"""Share of a verdict's time that the tests of a program have: what it uses up is its own fault and
-ends as a failed test, before the kill that ends as no verdict."""
+OWN_TIME = 0.5
+"""Share of a verdict's time that the tests of a program have, in time that the program had: what
+uses it up is a failed test. The other half is for a machine that is busy, before the kill that
+ends as no verdict."""
 MAX_ANSWER_CHARS = 8192
 """A longer answer is wrong: nobody's expected answer is that long."""
 
@@ -94,11 +95,13 @@ class IsolatedRewards:
         try:
             return await self._isolated.call(job, payload, timeout_s=self._timeout_s)
         except IsolatedFault as fault:
+            # A program that takes too long is a failed test: a kill says that others took the CPU.
+            was_busy = job == CODE and fault.detail == Detail.TIMEOUT
             raise RewardFault(
-                fault.message, retryable=fault.retryable, detail=fault.detail
+                fault.message, retryable=fault.retryable or was_busy, detail=fault.detail
             ) from fault
         except ValueError as error:
-            raise no_verdict(Detail.TOO_LARGE, f"{job} was not asked: {error}") from None
+            raise no_verdict(Detail.INVALID, f"{job} was not asked: {error}") from None
 
     @staticmethod
     def _number(job: str, value: Any) -> float:
