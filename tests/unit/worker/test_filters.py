@@ -198,3 +198,93 @@ def test_population_std_of_equal_values_is_exactly_zero() -> None:
 def test_a_filter_refuses_arguments_that_mean_nothing(factory: Any) -> None:
     with pytest.raises(ValueError, match=r"reward_|min_ok|length"):
         factory()
+
+
+@pytest.mark.parametrize("mean", [0.1, 0.3, 0.7, 1 / 3])
+@pytest.mark.parametrize("n", [1, 3, 6, 7, 10, 49])
+def test_reward_range_includes_its_bounds_whatever_adding_up_rounds(mean: float, n: int) -> None:
+    group = rewarded(*[mean] * n)
+
+    assert reason_of(reward_range(mean, 1.0)(group)) == "keep"
+    assert reason_of(reward_range(0.0, mean)(group)) == "keep"
+    assert reason_of(reward_range(0.0, 0.3)(rewarded(0.1 + 0.2))) == "keep"
+    assert reason_of(reward_range(0.0, mean - 1e-6)(group)) == "range"
+
+
+def test_min_ok_needs_all_members_of_a_group_that_has_fewer() -> None:
+    cut = view([header(leaf(1.0)), header(leaf(0.0, StopReason.TURN_LENGTH))])
+
+    assert reason_of(min_ok(4)(rewarded(1.0, 0.0))) == "keep"
+    assert reason_of(min_ok(4)(cut)) == "min_ok"
+
+
+BUILT = {
+    "no_aborted": no_aborted(),
+    "reward_nonzero_std": reward_nonzero_std(),
+    "insufficient": reward_nonzero_std(keep_when_insufficient=True),
+    "reward_range": reward_range(0.1, 0.9),
+    "min_ok": min_ok(2),
+    "length": length(8),
+}
+ABORTED = header(leaf(0.5, StopReason.ABORT_REQUESTED))
+KEPT = dict.fromkeys(BUILT, "keep")
+
+
+@pytest.mark.parametrize(
+    ("group", "dropped"),
+    [
+        (rewarded(0.5), {}),
+        (rewarded(5.0), {"reward_range": "range"}),
+        (rewarded(None, needs_reward=False), {}),
+        (rewarded(None, None, needs_reward=False), {}),
+        (rewarded(0.5, None, needs_reward=False), {}),
+        (rewarded(True, False), {}),
+        (rewarded(0.0, 0.0), {
+            "reward_nonzero_std": "zero_std", "insufficient": "zero_std", "reward_range": "range",
+        }),
+        (rewarded(0.5, None), {"reward_nonzero_std": "zero_std", "min_ok": "min_ok"}),
+        (rewarded(0.5, math.nan), {"reward_nonzero_std": "zero_std", "min_ok": "min_ok"}),
+        (rewarded({"acc": 1}, {"acc": 0}, reward_key="acc"), {}),
+        (rewarded({"acc": 1}, {"acc": 0}), {
+            "reward_nonzero_std": "zero_std", "insufficient": "zero_std", "min_ok": "min_ok",
+        }),
+        (view([header(leaf(0.5)), ABORTED]), {
+            "no_aborted": "no_aborted", "reward_nonzero_std": "zero_std", "min_ok": "min_ok",
+        }),
+        (view([header(leaf(1.0)), DEADLINE, header(leaf(0.5))]), {}),
+        (view([DEADLINE, DEADLINE]), {
+            "reward_nonzero_std": "zero_std", "insufficient": "zero_std", "min_ok": "min_ok",
+        }),
+    ],
+    ids=[
+        "n = 1", "n = 1 out of range", "n = 1 of the trainer's", "the trainer scores",
+        "the trainer scores some", "bool", "equal", "None", "NaN", "dict", "dict without its key",
+        "aborted", "ended by the queue", "nobody left",
+    ],
+)  # fmt: skip
+def test_every_filter_has_an_answer_for_every_group(
+    group: GroupView, dropped: dict[str, str]
+) -> None:
+    assert {name: reason_of(f(group)) for name, f in BUILT.items()} == KEPT | dropped
+
+
+CUT = header(leaf(0.0, StopReason.RESPONSE_LENGTH))
+
+
+def test_cut_members_count_in_the_statistics_unless_they_are_dropped() -> None:
+    members = [header(leaf(1.0)), CUT, header(leaf(1.0))]
+
+    assert view(members).rewards == view(members, on_truncated="mask").rewards == [1.0, 0.0, 1.0]
+    without = view(members, on_truncated="drop")
+    assert without.rewards == [1.0, 1.0]
+    missing = without.members[1].missing
+    assert missing is not None
+    assert (missing.status, missing.reason) == ("truncated", "response_length")
+    assert reason_of(reward_nonzero_std()(without)) == "zero_std"
+
+
+def test_a_member_with_one_cut_leaf_is_dropped_as_a_whole() -> None:
+    both = header(leaf(1.0), leaf(1.0, StopReason.CONTEXT_LENGTH))
+    missing = view([both], on_truncated="drop").members[0].missing
+    assert missing is not None
+    assert missing.reason == "context_length"

@@ -204,3 +204,53 @@ def test_load_filters_refuses_needs_that_nobody_serves(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="everything"):
         load_filters([f"{file}:f"])
+
+
+def test_load_filters_gives_what_is_configured_to_a_bare_reward_nonzero_std_alone() -> None:
+    one_left = rewarded(1.0, None)
+    names = [
+        "reward_nonzero_std",
+        "reward_nonzero_std(0)",
+        "reward_nonzero_std(keep_when_insufficient=False)",
+        "min_ok(2)",
+    ]
+    kept = [
+        f.function(one_left) == Keep() for f in load_filters(names, keep_when_insufficient=True)
+    ]
+
+    assert kept == [True, True, False, False]
+    (default,) = load_filters(["reward_nonzero_std"])
+    assert default.function(one_left) != Keep()
+
+
+async def test_judge_gives_each_drop_the_reason_of_the_first_filter_that_refuses() -> None:
+    filters = ("length(4)", "reward_range(0.4, 0.6)", "reward_nonzero_std", "min_ok(3)")
+    cut = header(leaf(1.0, StopReason.TURN_LENGTH, tokens=3))
+    for group, reason in (
+        (rewarded(1.0, 1.0), DropReason.LENGTH),
+        (view([header(leaf(1.0, tokens=3))] * 2), DropReason.RANGE),
+        (view([header(leaf(0.5, tokens=3))] * 2), DropReason.ZERO_STD),
+        (view([header(leaf(0.0, tokens=3)), cut]), DropReason.MIN_OK),
+        (view([header(leaf(float(i), tokens=3)) for i in range(2)]), None),
+    ):
+        assert (await judged(group, *filters)).drop is reason
+
+
+async def test_judge_scores_a_group_behind_no_aborted_and_only_where_enough_members_are_left() -> (
+    None
+):
+    scored: list[int] = []
+
+    async def score() -> None:
+        scored.append(1)
+
+    async def verdict(group: GroupView, *filters: str) -> DropReason | None:
+        env = EnvJudge("default", filters=load_filters(filters))
+        return (await judge(group, env, "", no_bodies, score)).drop
+
+    aborted = view([header(leaf(1.0)), header(leaf(None, StopReason.ABORT_REQUESTED))])
+    assert await verdict(aborted, *DEFAULTS) is DropReason.NO_ABORTED
+    assert await verdict(view([header(leaf(1.0)), DEADLINE])) is DropReason.SHORT_GROUP
+    assert scored == []
+    assert await verdict(rewarded(1.0, 1.0), "reward_nonzero_std") is DropReason.ZERO_STD
+    assert scored == [1]
