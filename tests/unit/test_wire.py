@@ -257,15 +257,53 @@ def test_prompt_record_without_a_prompt_is_refused() -> None:
 
 
 def test_rules_of_environments_come_back_and_none_are_none() -> None:
-    rules = {"default": EnvRule(), "math": EnvRule()}
+    rules = {
+        "default": EnvRule(),
+        "math": EnvRule("acc", needs_reward=False),
+        "judged": EnvRule(group_reward=True, on_truncated="mask"),
+    }
     assert wire.decode_envs(wire.encode_envs(rules)) == rules
     assert wire.decode_envs(None) == {}
+
+
+def test_a_rule_of_an_older_producer_has_the_defaults_and_one_of_a_newer_is_read() -> None:
+    old = {"v": 1, "envs": {"default": {"reward_key": "acc", "needs_reward": True}}}
+    assert wire.decode_envs(msgpack.packb(old)) == {"default": EnvRule("acc")}
+    newer = {"v": 1, "envs": {"default": {"needs_reward": False, "color": "red"}}}
+    assert wire.decode_envs(msgpack.packb(newer)) == {"default": EnvRule(needs_reward=False)}
+
+
+@pytest.mark.parametrize(
+    "rule", [{"on_truncated": "shorten"}, {"on_truncated": 1}, {"needs_reward": 1},
+             {"group_reward": "yes"}, {"reward_key": 5}, "keep"],
+)  # fmt: skip
+def test_a_rule_that_nobody_could_obey_is_refused(rule: Any) -> None:
+    with pytest.raises(WireError, match="envs"):
+        wire.decode_envs(msgpack.packb({"v": 1, "envs": {"default": rule}}))
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.5, {"acc": 1.0}, None])
+def test_a_header_takes_a_groups_reward_where_it_has_none_and_keeps_all_else(reward: Any) -> None:
+    leaves = [a_sample(3, 1, reward=None), a_sample(3, 1, reward=0.5)]
+    raw = wire.encode_header(leaves, num_turns=2, done_unix_s=2.5, attempts=1)
+    record = msgpack.unpackb(raw) | {"of a newer writer": 7}
+    new = wire.rewarded_header(msgpack.packb(record), reward, "too slow")
+    header = wire.decode_header(new)
+    assert [leaf.reward for leaf in header.leaves] == [reward, 0.5]
+    assert header.reward_error == "too slow"
+    record["leaves"][0]["reward"] = reward
+    assert msgpack.unpackb(new) == record | {"reward_error": "too slow"}
+    assert "reward_error" not in msgpack.unpackb(wire.rewarded_header(raw, 1.0))
 
 
 # --- what is not ours ----------------------------------------------------------------------------
 DECODERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
     "prompt": (lambda data: wire.decode_prompt(data, 3, 4), wire.encode_prompt(GROUP)),
     "envs": (wire.decode_envs, wire.encode_envs({"default": EnvRule()})),
+    "rewarded header": (
+        lambda data: wire.rewarded_header(data, 1.0),
+        wire.encode_header(a_full_sample()),
+    ),
     "header": (wire.decode_header, wire.encode_header(a_full_sample())),
     "body": (lambda data: wire.decode_body(data, GROUP), wire.encode_body(a_full_sample())),
     "text": (wire.decode_text, wire.encode_text(a_full_sample())),

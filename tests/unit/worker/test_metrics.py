@@ -27,6 +27,8 @@ from worker.telemetry.metrics import (
 from worker.telemetry.spans import NoSpans, SpanList, timed
 from worker.types import DivergencePolicy
 
+from .views import rewarded
+
 
 def metrics(envs: int = 1) -> Metrics:
     return Metrics(version="1.2", wire=1, envs=[f"env{i}" for i in range(envs)])
@@ -61,10 +63,13 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
             given.sample_ended(f"env{env}", reason, [a_sample()], delivered=True)
         for drop in (None, *DropReason):
             given.group_judged(f"env{env}", drop)
+        given.outcomes.members_judged(f"env{env}", rewarded(1.0, -1.0).members, is_kept=True)
     publish(given, *(an_engine(i, requests=dict.fromkeys(OUTCOMES, 1)) for i in range(engines)))
     publish(given)
     given.staleness(3)
     given.span("never heard of", 1.0)
+    given.outcomes.tool_calls({"tool_calls_ok": 1, "tool_errors": {"never heard of": 1}})
+    given.outcomes.reward_error("never heard of")
     given.sample_ended("env0", StopReason.STOP, [diverged(*DIVERGENCE_POLICIES)], delivered=True)
     given.fidelity(dict.fromkeys(Kind, 1), checked=1, unknown=1)
     given.rescored(dict.fromkeys(RESCORE_OUTCOMES, 1))
