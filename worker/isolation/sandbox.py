@@ -34,6 +34,8 @@ MAIN = "main.py"
 PATIENCE = 3.0
 """A program that gets no CPU is ended after so many times its time, and is `starved`."""
 _MIN_PATIENCE_S = 5.0
+_MAX_WAITING_THREADS = 4
+"""A program with more of them, or with processes, waits for itself."""
 MAX_ENTRIES = 2048
 """Files and folders that a program may make."""
 _TICK_S = 0.05
@@ -117,6 +119,7 @@ class Program:
         self.killed_for: Cause | None = None
         self.timed_out = False
         self.starved: Starvation | None = None
+        self._has_forked = False
         self._num_oom_kills = _num_oom_kills()
         self.status: int | None = None
         self._opened = contextlib.ExitStack()
@@ -185,8 +188,14 @@ class Program:
         return time.monotonic() - self.started_mono_s - self._waited_s()
 
     def _waited_s(self) -> float:
+        """Return how long it waited for a CPU, where it did not itself keep them busy."""
+        if self._has_forked:
+            return 0.0
         try:
-            return int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[1]) / 1e9
+            tasks = os.listdir(f"/proc/{self.pid}/task")
+            if len(tasks) > _MAX_WAITING_THREADS:
+                return 0.0
+            return max(_waited_s(self.pid, task) for task in tasks)
         except (OSError, ValueError, IndexError):
             return 0.0
 
@@ -197,6 +206,7 @@ class Program:
 
     def check(self, *, count_files: bool) -> bool:
         """Return whether it has to end now, and note why."""
+        over = self._over_limit(count_files)
         if self.seconds() > self.timeout_s:
             self.timed_out = True
         elif time.monotonic() - self.started_mono_s > max(
@@ -206,12 +216,13 @@ class Program:
         elif max(self.stdout.num_bytes, self.stderr.num_bytes) > self.limits.printed_bytes:
             self.killed_for = "output"
         else:
-            self.killed_for = self._over_limit(count_files)
+            self.killed_for = over
         return self.timed_out or self.killed_for is not None
 
     def _over_limit(self, count_files: bool) -> Cause | None:
         tree = leftovers.descendants(self.pid)
         if tree:
+            self._has_forked = True
             if len(tree) + 1 > self.limits.max_processes:
                 return "processes"
             if sum(map(_resident_bytes, (self.pid, *tree))) > self.limits.memory_bytes:
@@ -281,6 +292,10 @@ def _num_oom_kills() -> int:
     except OSError:
         return 0
     return int(found[1]) if found else 0
+
+
+def _waited_s(pid: int, task: str) -> float:
+    return int(Path(f"/proc/{pid}/task/{task}/schedstat").read_bytes().split()[1]) / 1e9
 
 
 def _resident_bytes(pid: int) -> int:
