@@ -108,26 +108,20 @@ class _Ends:
         self._text = text
         pieces = renderer.pieces(renderer.encode(text))
         data = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
-        # The bytes behind which a character ends; a token may end inside of one.
+        # In bytes: a token may end inside of a character.
         self._at = [0, *accumulate(map(len, data))]
         self._bytes = b"".join(data)
 
     def first(self, count: int) -> str:
         """Return the text of the first `count` tokens, without a character that is half there."""
-        return self._text[: self._chars(self._at[min(count, len(self._at) - 1)])]
+        end = self._at[min(count, len(self._at) - 1)]
+        return self._text[: len(self._bytes[:end].decode("utf-8", "ignore"))]
 
     def last(self, count: int) -> str:
         """Return the text of the last `count` tokens, without a character that is half there."""
         start = self._at[max(0, len(self._at) - 1 - count)]
-        while start < len(self._bytes) and self._bytes[start] & 0xC0 == 0x80:
-            start += 1
-        num_chars = len(self._bytes[start:].decode("utf-8", "replace"))
+        num_chars = len(self._bytes[start:].decode("utf-8", "ignore"))
         return self._text[max(0, len(self._text) - num_chars) :]
-
-    def _chars(self, end: int) -> int:
-        while 0 < end < len(self._bytes) and self._bytes[end] & 0xC0 == 0x80:
-            end -= 1
-        return len(self._bytes[:end].decode("utf-8", "replace"))
 
 
 def _marker(num_chars: int) -> str:

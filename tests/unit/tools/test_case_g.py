@@ -47,6 +47,7 @@ async def ended(*tools: BoundTool, **options: Any) -> tuple[str, ToolError | Non
     """Return text and reason of one call, and check that it left no slot taken."""
     [found] = await run(*tools, **options)
     assert [tool.slots.num_taken for tool in tools] == [0] * len(tools)
+    assert type(found.text) is str
     return found.text, found.error
 
 

@@ -161,3 +161,12 @@ async def test_a_long_text_is_measured_in_a_thread_and_cut_alike(qwen3: Any) -> 
     text = "many words are here " * 1000
     found = await Cap(15_000, 500, "right", qwen3).of(text)
     assert found == checked(text, 15_000, 500, qwen3, "right")
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_cap_in_tokens_counts_what_a_character_costs(side: Any, qwen3: Any) -> None:
+    faces = "\U0001f642\u0958" * 30  # a few tokens each
+    found = await Cap(1000, 64, side, qwen3).of(faces)
+    assert len(found) < len(faces)
+    assert found == checked(faces, 1000, 64, qwen3, side)
+    assert len(qwen3.encode(found)) >= 58, "the room is used"
