@@ -388,7 +388,8 @@ class WorkerTable(Table):
     drain_s: float = Field(20.0, ge=0)
     """How long SIGTERM waits for samples in flight before it gives them back."""
     fail_after_groups: int = Field(20, ge=1)
-    """Refused groups in a row, without one success, that end the run as failed."""
+    """Refused groups of an environment in a row, without one success, that end the run as failed
+    where no other environment works (docs/prompts.md)."""
     submission: Literal["sample", "group"] = "sample"
     """`sample` frees a slot when its sample ends; `group` only when all of its group's have that
     this worker leased (as older systems do, for comparison)."""
