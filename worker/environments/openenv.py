@@ -167,11 +167,22 @@ class OpenEnvEnv:
         """Begin a session and an episode.
 
         Raises:
-            EnvFault: the episode is over before it began.
+            EnvFault: the server has no session left, or the episode is over before it began.
         """
+        from websockets.exceptions import ConnectionClosed
+
         given = sample.metadata.get(METADATA)
         parameters = {"seed": sample.seed} | (given if isinstance(given, dict) else {})
-        result = await self._client.reset(**parameters)
+        try:
+            result = await self._client.reset(**parameters)
+        except ConnectionClosed as error:
+            # What it says of its capacity gets lost where it closes before we have sent.
+            raise EnvFault(
+                f"the OpenEnv server ended the session at once ({error}); it may have as many as "
+                "it takes: raise its max_concurrent_envs, or lower worker.max_environments",
+                retryable=True,
+                detail="refused",
+            ) from None
         if result.done:
             raise EnvFault("the OpenEnv server says done at reset", detail="invalid")
         first: str | None = self._text(result.observation)

@@ -193,6 +193,7 @@ def test_env_is_among_the_names_of_generate_functions() -> None:
         resolve_generate("enf")
 
 
+@pytest.mark.slow
 def test_a_worker_without_environments_imports_nothing_of_theirs() -> None:
     script = (
         "import sys\n"
