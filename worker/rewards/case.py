@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from rollstream.sample import Sample
 
@@ -19,6 +19,9 @@ from .hub import Reply
 
 LONG_TOKENS = 16_384
 """A turn of more is read in a thread: ten milliseconds of decoding and parsing."""
+LONG_CHARS = 65_536
+"""A longer text is judged in a thread: some ten milliseconds."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,13 @@ class Case:
 
 Judge: TypeAlias = Callable[[Case], Awaitable[Any]]
 """Returns a reward, checked by nobody yet, or raises a `RewardFault`."""
+
+
+async def computed(function: Callable[..., T], reply: Reply, *args: Any) -> T:
+    """Return what a function of ours makes of a reply, in a thread where that is long."""
+    if max(len(reply.text), len(reply.whole)) > LONG_CHARS:
+        return await in_thread(function, reply, *args)
+    return function(reply, *args)
 
 
 async def reply_of(sample: Sample, renderer: Renderer, *, whole: bool) -> Reply:

@@ -13,10 +13,10 @@ from rollstream.errors import RewardFault
 from ..isolation import Isolated, IsolatedFault
 from . import verdicts
 from .answers import answer_of, boxed
-from .case import Case
+from .case import Case, computed
 from .code import payload_of
 from .details import Detail, no_verdict
-from .hub import opened_label
+from .hub import Reply, opened_label
 from .kinds import CODE, MATH_VERIFY
 
 OWN_TIME = 0.5
@@ -41,11 +41,11 @@ class IsolatedRewards:
 
     async def math_verify(self, case: Case) -> float:
         """Return 1.0 where the answer is the label as mathematics, else 0.0."""
-        return await self._compared(answer_of(case.reply.text), case)
+        return await self._compared(await computed(_answer_of, case.reply), case)
 
     async def boxed_math_verify(self, case: Case) -> float:
         r"""Return the same for the last `\boxed{}` alone; 0.0 without one."""
-        box = boxed(case.reply.text)
+        box = await computed(_box_of, case.reply)
         label = opened_label(case.reply.label)
         return 0.0 if box is None or not label else await self._compared(box, case)
 
@@ -62,7 +62,7 @@ class IsolatedRewards:
         """
         reply = case.reply
         limit_s = OWN_TIME * self._timeout_s
-        payload = payload_of(reply.text, reply.label, reply.metadata, limit_s)
+        payload = await computed(_payload_of, reply, limit_s)
         if payload is None:
             result: Any = {"reward": 0.0, "passed": 0, "total": 0, "problems": ["no program"]}
         else:
@@ -108,6 +108,18 @@ class IsolatedRewards:
         if not verdicts.is_number(value):
             raise _invalid(job, value)
         return float(value)
+
+
+def _answer_of(reply: Reply) -> str:
+    return answer_of(reply.text)
+
+
+def _box_of(reply: Reply) -> str | None:
+    return boxed(reply.text)
+
+
+def _payload_of(reply: Reply, limit_s: float) -> dict[str, Any] | None:
+    return payload_of(reply.text, reply.label, reply.metadata, limit_s)
 
 
 def _invalid(job: str, value: Any) -> RewardFault:

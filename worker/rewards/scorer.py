@@ -20,12 +20,11 @@ from rollstream.group import PromptGroup, Trajectory
 from rollstream.sample import Reward, Sample
 from rollstream.settings import RewardTable
 
-from ..bounded import in_thread
 from ..functions import is_path, resolve
 from ..isolation import Isolated
 from ..types import Renderer
 from . import kinds, verdicts
-from .case import Case, Judge, reply_of
+from .case import Case, Judge, computed, reply_of
 from .details import Detail, no_verdict
 from .gym import ReasoningGym
 from .hub import PURE, random_reward
@@ -34,8 +33,6 @@ from .own import called, own_function
 from .remote import Remote, open_remote
 from .retries import asked_again
 
-LONG_CHARS = 65_536
-"""A longer text is judged in a thread: some ten milliseconds."""
 log = structlog.get_logger("worker")
 
 
@@ -228,11 +225,7 @@ class RewardScorer:
         return functools.partial(self._isolated.function, kind)
 
     async def _pure(self, kind: str, case: Case) -> Any:
-        judge, reply = PURE[kind], case.reply
-        if max(len(reply.text), len(reply.whole)) > LONG_CHARS:
-            reward = await in_thread(judge, reply)
-        else:
-            reward = judge(reply)
+        reward = await computed(PURE[kind], case.reply)
         if isinstance(reward, dict):
             return verdicts.one_of(reward, self._table.key, ("score",))
         return reward

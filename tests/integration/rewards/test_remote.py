@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,51 +17,9 @@ from rollstream.settings import RewardTable
 from tests.builders import a_prompt, a_sample
 from worker.rewards import Scorer, build_scorer
 
+from .parts import Plain, serving
+
 GROUP = a_prompt()
-Handler = Callable[[Any], Awaitable[web.StreamResponse]]
-
-
-class Plain:
-    """Parses a turn by decoding it: ids are code points."""
-
-    def parse(self, ids: Any, *_: Any) -> Any:
-        from worker.types import AssistantMessage
-
-        return AssistantMessage("".join(map(chr, ids.tolist())), None, [])
-
-
-class Server:
-    """Answers what a test says, and keeps what it was sent."""
-
-    def __init__(self, answer: Callable[[Any, int], Any]) -> None:
-        self._answer = answer
-        self.bodies: list[Any] = []
-        self.headers: list[Any] = []
-        self.url = ""
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
-        self.bodies.append(body)
-        self.headers.append(request.headers)
-        answer = self._answer(body, len(self.bodies))
-        if asyncio.iscoroutine(answer):
-            answer = await answer
-        return answer if isinstance(answer, web.Response) else web.json_response(answer)
-
-
-@asynccontextmanager
-async def serving(answer: Callable[[Any, int], Any]) -> AsyncIterator[Server]:
-    server = Server(answer)
-    app = web.Application(client_max_size=1 << 26)
-    app.router.add_post("/score", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/score"
-        yield server
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

@@ -173,3 +173,22 @@ async def test_the_isolated_share_counts_for_the_environments_kind_and_not_for_a
     assert verifiers.asked == []
     await scorer.score(replied(qwen3, "8"), a_prompt())
     assert [job for job, _, _ in verifiers.asked] == ["math_verify"]
+
+
+@pytest.mark.parametrize("kind", ["math", "f1", "math_verify", "boxed_math_verify", "code"])
+async def test_a_long_reply_is_judged_in_a_thread_and_the_loop_goes_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch, qwen3: Any
+) -> None:
+    moved: list[str] = []
+
+    async def in_thread(function: Any, *args: Any) -> Any:
+        moved.append(type(args[0]).__name__)
+        return function(*args)
+
+    monkeypatch.setattr("worker.rewards.case.in_thread", in_thread)
+    label = STDIN if kind == "code" else "8"
+    result = PASSED if kind == "code" else 1.0
+    for text, expected in (("8" * 10, []), ("8 " * 40_000, ["Sample", "Reply"])):
+        sample = replied(qwen3, text, label=label)
+        await reward_of(scorer_of(qwen3, Verifiers(result), kind), sample)
+        assert moved == expected  # its ids are read there, and its text is judged there
