@@ -57,9 +57,14 @@ class ToyServer:
         """How often the journal says so."""
         return self.journal.read_text().splitlines().count(line) if self.journal.exists() else 0
 
-    def breaks(self, fault: str) -> int:
-        """Let calls get this fault ("" none); how often it was given before."""
-        self.faults.write_text(fault)
+    def breaks(self, fault: str) -> None:
+        """Let calls get this fault; "" is none."""
+        whole = self.faults.with_suffix(".new")
+        whole.write_text(fault)
+        whole.replace(self.faults)  # the server never reads half of it
+
+    def broken(self, fault: str) -> int:
+        """How often a call got it."""
         seen = self.faults.with_suffix(".seen")
         return seen.read_text().splitlines().count(fault) if seen.exists() else 0
 

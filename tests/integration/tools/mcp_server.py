@@ -39,7 +39,7 @@ def main() -> None:
     server = _server(options.journal, options.tools)
     app: ASGIApp = server.streamable_http_app(json_response=options.json)
     if options.legacy:
-        app = _Legacy(app)
+        app = _Legacy(app, options.journal)
     if options.fault_file is not None:
         app = _Faulty(app, options.fault_file)
     if options.token_file is not None:
@@ -105,10 +105,16 @@ def _server(journal: Path, tools: str) -> MCPServer[Any]:
         """Return parts that are no text."""
         return _odd(kind)
 
+    async def typed() -> dict[str, int]:
+        """Return what its output schema allows."""
+        return {"k": 1}
+
     server.custom_route("/health", methods=["GET"])(_health)
     mine = {"all": (add, tell, hang, fail, big, odd), "none": (), "other": (tell, other)}
     for tool in mine[tools]:
         server.tool(structured_output=False)(tool)
+    if tools == "all":
+        server.tool()(typed)
     return server
 
 
@@ -139,10 +145,13 @@ def _odd(kind: str) -> CallToolResult:
 class _Legacy:
     """Makes it a server that has never heard of the newer protocol."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, journal: Path) -> None:
+        self._app, self._journal = app, journal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "DELETE":
+            with self._journal.open("a") as file:
+                file.write("goodbye\n")
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -195,6 +204,17 @@ class _Faulty:
                     "jsonrpc": "2.0",
                     "id": json.loads(body)["id"],
                     "error": {"code": -32000, "message": "no such row"},
+                }
+            ),
+            "untrue": JSONResponse(
+                {
+                    "jsonrpc": "2.0",
+                    "id": json.loads(body)["id"],
+                    "result": {
+                        "content": [],
+                        "structuredContent": {"k": "x"},
+                        "resultType": "complete",
+                    },
                 }
             ),
             "202": Response(status_code=202),

@@ -6,6 +6,7 @@ One server process for all of them; `test_mcp_outages.py` has the ones that kill
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyServer]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def _whole_again(server: ToyServer) -> Iterator[None]:
+    """What a test broke is whole for the next one."""
+    yield
+    server.breaks("")
+
+
 async def trouble_of(tool: McpTool, arguments: dict[str, object], timeout_s: float) -> ToolTrouble:
     """What the model reads instead of a result."""
     with pytest.raises(ToolTrouble) as caught:
@@ -43,7 +51,7 @@ async def test_a_tool_has_the_spec_that_its_server_lists(server: ToyServer) -> N
     async with connected(server) as servers:
         tools = tools_of(servers)
         one = servers.tools("mcp:toys/add")
-    assert list(tools) == ["add", "tell", "hang", "fail", "big", "odd"]
+    assert list(tools) == ["add", "tell", "hang", "fail", "big", "odd", "typed"]
     assert tools["add"].spec == one[0].spec
     function = tools["add"].spec["function"]
     assert function["description"] == "Add two numbers."
@@ -95,11 +103,8 @@ async def test_calls_of_one_turn_run_side_by_side_and_are_read_in_order(
         tools = ToolLoader(servers=servers.tools).load(["mcp:toys", "calculator"])
         observations = await run_calls(calls, tools, timeout_s=LONG_S, max_chars=100)
         server.breaks("500")
-        try:
-            with pytest.raises(ToolFault, match="HTTP 500"):
-                await run_calls(calls, tools, timeout_s=LONG_S, max_chars=100)
-        finally:
-            server.breaks("")
+        with pytest.raises(ToolFault, match="HTTP 500"):
+            await run_calls(calls, tools, timeout_s=LONG_S, max_chars=100)
     assert [(o.text, o.error) for o in observations[::2]] == [
         ("did t", None),
         ("Error: Error executing tool fail: no", ToolError.RAISED),
@@ -190,15 +195,15 @@ async def test_what_is_no_answer_ends_its_sample_and_is_not_asked_again(
         tools = tools_of(servers)
         beside = asyncio.create_task(tools["hang"].call_within({"key": "beside"}, LONG_S))
         await wait_until(lambda: server.lines("began beside"))
+        num_broken = {fault: server.broken(fault) for fault in FAULTS}
         for fault, said in FAULTS.items():
-            before = server.breaks(fault)
+            server.breaks(fault)
             with pytest.raises(ToolFault) as caught:
                 await tools["add"]({"a": 1, "b": 2})
             assert caught.value.detail == "mcp_lost", fault
             assert caught.value.retryable
             assert said in str(caught.value), fault
-            assert server.breaks("") == 0
-            assert server.breaks(fault) == before + 1, fault
+            assert server.broken(fault) == num_broken[fault] + 1, fault
         server.breaks("")
         assert await tools["add"]({"a": 1, "b": 2}) == "3"
         assert not beside.done(), "another call of the session was hit"
@@ -207,22 +212,26 @@ async def test_what_is_no_answer_ends_its_sample_and_is_not_asked_again(
         await asyncio.wait((beside,))
 
 
-async def test_an_error_of_the_protocol_is_read_by_the_model(server: ToyServer) -> None:
+async def test_an_error_of_the_protocol_and_an_untrue_result_are_read_by_the_model(
+    server: ToyServer,
+) -> None:
     async with connected(server) as servers:
+        tools = tools_of(servers)
+        assert json.loads(await tools["typed"]({})) == {"k": 1}
         server.breaks("own-error")
-        try:
-            trouble = await trouble_of(tools_of(servers)["add"], {"a": 1, "b": 2}, LONG_S)
-        finally:
-            server.breaks("")
-    assert (trouble.text, trouble.error) == ("no such row", ToolError.RAISED)
+        error = await trouble_of(tools["add"], {"a": 1, "b": 2}, LONG_S)
+        server.breaks("untrue")
+        untrue = await trouble_of(tools["typed"], {}, LONG_S)
+    assert (error.text, error.error) == ("no such row", ToolError.RAISED)
+    assert "Invalid structured content" in untrue.text
 
 
 async def test_a_busy_server_is_asked_again_until_it_takes_the_call(server: ToyServer) -> None:
     async with connected(server) as servers:
         add = tools_of(servers)["add"]
-        before = server.breaks("503")
+        server.breaks("503")
         call = asyncio.create_task(add.call_within({"a": 1, "b": 2}, LONG_S))
-        await wait_until(lambda: server.breaks("503") >= before + 2)
+        await wait_until(lambda: server.broken("503") >= 2)
         server.breaks("")
         assert await call == "3"
 
@@ -238,7 +247,7 @@ async def test_tools_of_one_name_are_told_apart_by_their_servers(server: ToyServ
         assert await web({"a": 1, "b": 2}) == "3"
     finally:
         await servers.aclose()
-    assert docs == ["docs_add", "tell", "hang", "fail", "big", "odd"]
+    assert docs == ["docs_add", "tell", "hang", "fail", "big", "odd", "typed"]
     assert (web.name, web.spec["function"]["name"]) == ("web_add", "web_add")
 
 
@@ -300,6 +309,16 @@ async def _refusal_of(kind: str) -> str:
     await servers.aclose()
     listener.close()
     return str(caught.value)
+
+
+async def test_no_message_shows_the_keys_in_an_address() -> None:
+    with pytest.raises(ConfigError) as caught:
+        async with connected(
+            "http://me:hunter2@127.0.0.1:1/mcp?apiKey=hunter2", connect_timeout_s=0.1
+        ):
+            pass
+    assert "http://me:***@127.0.0.1:1/mcp cannot" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [None, "", "two words"])

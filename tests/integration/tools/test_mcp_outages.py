@@ -63,11 +63,8 @@ async def test_a_session_that_its_server_forgot_is_made_anew_and_the_call_runs_o
             assert server.lines("began after") == 1
 
 
-@AGES
-async def test_a_server_that_stays_away_ends_the_sample_within_the_patience(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    with toy_server(tmp_path, *flags) as server:
+async def test_a_server_that_stays_away_ends_the_sample_within_the_patience(tmp_path: Path) -> None:
+    with toy_server(tmp_path) as server:
         async with connected(server, connect_timeout_s=1.0) as servers:
             add = tools_of(servers)["add"]
             server.child.kill()
@@ -81,11 +78,10 @@ async def test_a_server_that_stays_away_ends_the_sample_within_the_patience(
             assert await add.call_within({"a": 1, "b": 2}, LONG_S) == "3"
 
 
-@AGES
 async def test_a_server_that_stands_still_costs_each_call_its_time_and_no_more(
-    tmp_path: Path, flags: tuple[str, ...]
+    tmp_path: Path,
 ) -> None:
-    with toy_server(tmp_path, *flags) as server:
+    with toy_server(tmp_path, "--legacy") as server:
         async with connected(server, connections=1, connect_timeout_s=30.0) as servers:
             tools = tools_of(servers)
             assert await tools["add"]({"a": 1, "b": 2}) == "3"
@@ -156,7 +152,7 @@ async def test_tools_that_change_are_told_once_and_prompts_keep_those_of_the_sta
                 assert await waiting == "did k"
             changed = [entry for entry in logs if entry["event"] == "mcp_tools_changed"]
             assert len(changed) == 1
-            assert changed[0]["gone"] == ["add", "big", "fail", "hang", "odd"]
+            assert changed[0]["gone"] == ["add", "big", "fail", "hang", "odd", "typed"]
             assert changed[0]["new"] == ["other"]
             assert list(tools_of(servers)) == list(tools)
 
@@ -182,7 +178,7 @@ async def test_a_wrong_token_is_refused_at_once_and_a_new_one_taken_up(tmp_path:
             assert server.lines("began b") == 1
 
 
-async def test_a_server_of_the_older_protocol_is_told_of_cancelled_calls_too(
+async def test_a_server_of_the_older_protocol_is_told_of_cancelled_calls_and_of_the_end(
     tmp_path: Path,
 ) -> None:
     with toy_server(tmp_path, "--legacy", "--json") as server:
@@ -193,3 +189,6 @@ async def test_a_server_of_the_older_protocol_is_told_of_cancelled_calls_too(
             await wait_until(lambda: server.lines("left o"))
             calls = [tools["add"].call_within({"a": i, "b": 0}, LONG_S) for i in range(60)]
             assert await asyncio.gather(*calls) == [str(i) for i in range(60)]
+            toys = servers._servers["toys"]
+            await wait_until(lambda: toys.num_sessions == 2)
+        assert server.lines("goodbye") == 2

@@ -63,6 +63,8 @@ class McpServer:
         self._is_down = False
         self._problem: NotOpened | None = None
         """Why the last session did not come about."""
+        self._told: dict[str, Any] | None = None
+        """The last list that was told to be another than that of the start."""
         self.listed: list[ListedTool] = []
         """What it listed at the start; this is what prompts are rendered with to the end."""
 
@@ -244,7 +246,7 @@ class McpServer:
             self.listed = listed
             return
         before, now = _schemas(self.listed), _schemas(listed)
-        if before != now:
+        if now not in (before, self._told):
             log.warning(
                 "mcp_tools_changed",
                 server=self.name,
@@ -253,6 +255,7 @@ class McpServer:
                 changed=sorted(n for n in set(now) & set(before) if now[n] != before[n]),
                 message="prompts keep the tools of the start; start the worker again",
             )
+        self._told = now
 
 
 def _schemas(listed: list[ListedTool]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class McpTool:
 
     Attributes:
         name: as the model writes it.
+        served_name: as its server does, which is the same unless two tools have it.
         spec: OpenAI's JSON, from the server's own description and input schema.
     """
 
@@ -30,7 +31,7 @@ class McpTool:
         parameters: dict[str, Any],
         name: str = "",
     ) -> None:
-        self.name = name or tool
+        self.name, self.served_name = name or tool, tool
         self._server, self._tool = server, tool
         function = {"name": self.name, "description": description, "parameters": parameters}
         self.spec: dict[str, Any] = {"type": "function", "function": function}
