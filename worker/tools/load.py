@@ -81,8 +81,10 @@ class ToolLoader:
         self._book.check()
 
     def _bound(self, name: str, tool: Tool) -> BoundTool:
-        own = (f"{name}/{tool.name}",) if name.startswith(MCP) and "/" not in name else ()
-        rules = self._book.of(tool.name, *own, name)
+        names = [tool.name, name]
+        if name.startswith(MCP) and "/" not in name:
+            names.insert(1, f"{name}/{getattr(tool, 'served_name', tool.name)}")
+        rules = self._book.of(*names)
         return BoundTool(tool, rules, concurrency=self._concurrency)
 
     def _tools(self, name: str) -> Sequence[Tool]:

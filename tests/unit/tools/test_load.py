@@ -132,6 +132,18 @@ def test_tools_of_a_server_have_settings_by_server_by_tool_and_by_their_own_name
         ToolLoader(servers=served).load(["mcp:sea", "mcp:sea/weather"])
 
 
+def test_settings_of_a_servers_tool_are_found_by_its_own_name_where_the_model_has_another() -> None:
+    def search(query: str) -> str:
+        """Find."""
+        return query
+
+    tool = FunctionTool(search, {"type": "function", "function": {"name": "sea_search"}})
+    tool.served_name = "search"  # type: ignore[attr-defined]  # as `McpTool` has it
+    loader = ToolLoader({"mcp:sea/search": ToolTable(timeout_s=2)}, servers=lambda _: [tool])
+    assert rules_of(loader, ["mcp:sea"], "sea_search") == ToolTable(timeout_s=2)
+    loader.check()
+
+
 def test_a_bad_schema_stops_the_worker_before_anything_is_leased(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "def f(**anything): return ''\n"
