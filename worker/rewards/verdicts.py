@@ -11,22 +11,40 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgpack
+
+from rollstream.errors import RewardFault
 from rollstream.sample import Reward
 
+from ..functions import describe
 from .details import Detail, no_verdict
+
+MAX_REWARD_BYTES = 64 << 10
+"""Of a dictionary, as it is stored."""
+MAX_DEPTH = 16
+"""Lists and dictionaries in one another, in a reward."""
 
 
 def checked(reward: Any, name: str) -> Reward:
     """Return a verdict as plain numbers.
 
     Raises:
-        RewardFault: not a number, a dictionary of plain values, or None.
+        RewardFault: not a number, a dictionary of plain values, or None; or a dictionary that is
+            too large or too deep to be stored.
     """
     if reward is None or type(reward) is float:
         return reward
-    if isinstance(reward, dict):
-        return {str(key): _plain(value, name) for key, value in reward.items()}
-    value = _plain(reward, name)
+    try:
+        if isinstance(reward, dict):
+            return _small(_plain(reward, name, MAX_DEPTH), name)
+        value = _plain(reward, name, MAX_DEPTH)
+    except RewardFault:
+        raise
+    except Exception as error:  # noqa: BLE001 - a value's own methods may raise anything
+        raise no_verdict(
+            Detail.INVALID,
+            f"the reward {name} returned a value that cannot be stored: {describe(error)}",
+        ) from None
     if isinstance(value, bool | int | float):
         with contextlib.suppress(OverflowError):
             return float(value)
@@ -35,6 +53,16 @@ def checked(reward: Any, name: str) -> Reward:
         f"the reward {name} returned {type(reward).__name__}; it must return a number, a "
         "dictionary or None",
     )
+
+
+def _small(reward: dict[str, Any], name: str) -> dict[str, Any]:
+    # It lies in the header of its member, which every filter and view reads.
+    if len(msgpack.packb(reward)) > MAX_REWARD_BYTES:
+        raise no_verdict(
+            Detail.TOO_LARGE,
+            f"the reward {name} returned a dictionary of more than {MAX_REWARD_BYTES} bytes",
+        )
+    return reward
 
 
 def one_of(values: Mapping[str, Any], key: str | None, names: tuple[str, ...]) -> Any:
@@ -61,19 +89,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: Any, name: str, depth: int) -> Any:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's scalars
         value = value.item()
     if value is None or isinstance(value, str | bool | float):
         return value
     if isinstance(value, int) and abs(value) < 1 << 63:
         return value
-    if isinstance(value, list | tuple):
-        return [_plain(item, name) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item, name) for key, item in value.items()}
+    if depth > 0 and isinstance(value, list | tuple):
+        return [_plain(item, name, depth - 1) for item in value]
+    if depth > 0 and isinstance(value, dict):
+        return {str(key): _plain(item, name, depth - 1) for key, item in value.items()}
     raise no_verdict(
         Detail.INVALID,
         f"the reward {name} returned a value of type {type(value).__name__}, which cannot be "
-        "stored; use numbers and text",
+        f"stored; use numbers and text, at most {MAX_DEPTH} deep",
     )

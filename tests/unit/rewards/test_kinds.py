@@ -13,6 +13,7 @@ from rollstream.settings import RewardTable, Settings
 from tests.builders import a_prompt
 from worker.process.startup import asks_verifiers, build_isolated, build_scorers, says_its_kind
 from worker.rewards import build_scorer
+from worker.rewards.details import Detail
 from worker.rewards.kinds import BUILT_IN, kind_for
 
 from .test_scorer import MINE, replied, reward_of, scorer_of
@@ -201,3 +202,11 @@ def test_the_list_of_built_in_rewards_is_what_the_page_says() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text()
     missing = [kind for kind in BUILT_IN if f"`{kind.removeprefix('boxed_')}`" not in page]
     assert missing == []
+
+
+def test_the_page_says_of_every_cause_whether_it_is_asked_again() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text()
+    table = page.partition("| `detail` | what happened |")[2].partition("\n\n")[0]
+    first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [name.strip(" `") for cell in first for name in cell.split(",")]
+    assert sorted(named) == sorted([*Detail, "missing"])

@@ -139,6 +139,13 @@ async def test_a_nan_stays_for_the_judge_of_groups(tmp_path: Path, qwen3: Any) -
         ("return [1.0]", "invalid", 1),
         ("return {'a': object()}", "invalid", 1),
         ("return {'a': 1 << 80}", "invalid", 1),
+        ("return {'a': 'x' * 70_000}", "too_large", 1),
+        ("a = {}\n    a['a'] = a\n    return a", "invalid", 1),
+        (
+            "class Odd:\n        ndim = 0\n        def item(self): raise OSError\n    return Odd()",
+            "invalid",
+            1,
+        ),
     ],
 )
 async def test_no_verdict_is_asked_for_again_where_that_may_help_and_is_never_a_zero(
