@@ -74,7 +74,7 @@ async def test_a_program_that_does_not_end_is_stopped_with_all_it_started_and_it
         found = await run(isolated, forks, "while True: pass", timeout_s=1.5)
         [again] = await run(isolated, "print('free')")
     assert [observation.error for observation in found] == [ToolError.TIMEOUT] * 2
-    assert found[0].text.startswith("Error: the program did not end within 1.5 s")
+    assert found[0].text.startswith("Error: the program did not end within ")
     assert again.text == "free\n"
     programs = {pid for pid in below(verifier.pid) if _is_program(pid)}
     await until(lambda: not any(map(_is_program, programs)))
@@ -92,7 +92,7 @@ async def test_a_sample_that_is_stopped_forgets_its_program(
     verifier: subprocess.Popen[str], valkey_url: str, run_name: str
 ) -> None:
     async with asking(valkey_url, run_name) as isolated:
-        turn = asyncio.create_task(run(isolated, "import time; time.sleep(3)"))
+        turn = asyncio.create_task(run(isolated, "import time; time.sleep(6)"))
         await until(lambda: any(map(_is_program, below(verifier.pid))))
         turn.cancel()
         with pytest.raises(asyncio.CancelledError):
