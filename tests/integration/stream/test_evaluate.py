@@ -515,3 +515,19 @@ def test_evaluate_ends_where_a_later_trainer_took_over(
     with at_work(run, valkey_url):
         thread.join(20)
     assert isinstance(raised[0], ConsumerTaken)
+
+
+def test_evaluate_of_an_environment_whose_groups_are_judged_brings_samples_and_no_reward(
+    run: Backstage, connect: Connect, valkey_url: str
+) -> None:
+    rules = {"only": EnvRule(group_reward=True, on_truncated="drop")}
+    run.queue.call(calls.open_run(1, "data", run.budgets | {"envs": encode_envs(rules)}))
+
+    def make(prompt: PromptGroup, lease: Lease) -> Trajectory:
+        return a_sample(0, lease.member, reward=None, stop_reason=StopReason.TURN_LENGTH)
+
+    with at_work(run, valkey_url, make):
+        result = connect().evaluate("m", ["a"], timeout_s=20)
+    assert result.missing == []
+    assert [s.reward for s in result.groups[0].flat()] == [None]
+    assert int(result.groups[0].flat()[0].effective_response_length) == 2

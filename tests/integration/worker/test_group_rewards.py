@@ -13,9 +13,10 @@ import pytest
 from rollstream.async_stream import AsyncGroupStream
 from rollstream.batch import Batch
 from rollstream.errors import Status, StopReason, ToolFault
-from rollstream.group import Drop, EnvRule, GroupView, Keep, Trajectory
+from rollstream.group import Drop, EnvRule, GroupView, Keep, PromptGroup, Trajectory
 from rollstream.queue import calls
-from rollstream.wire import decode_header, encode_envs
+from rollstream.wire import decode_header, encode_envs, encode_prompt
+from tests.builders import a_prompt
 from tests.unit.worker.works import answer
 from worker.aggregate.aggregator import CONSUMER
 from worker.aggregate.group_reward import GroupReward
@@ -302,6 +303,51 @@ async def test_a_group_that_begins_anew_while_it_is_scored_keeps_nothing_of_it(r
     release.set()
     assert (await delivered(run)).to_arrays()["reward"].tolist() == [0.0, 1.0]
     assert len(judge.groups) == 2
+
+
+async def test_case_108_a_batch_does_not_wait_for_a_surplus_groups_slow_judge(
+    valkey_url: str, run_name: str
+) -> None:
+    judging = asyncio.Event()
+
+    class SlowForTheThird:
+        async def score(self, trajectory: Trajectory, group: PromptGroup) -> None:
+            if group.group_index == 2:
+                judging.set()
+                await asyncio.Event().wait()
+
+    async with a_run_with(valkey_url, run_name, EnvRule(), lease_ms=400) as run:
+        for g in range(3):
+            await run.enqueue(g, 2)
+        parts = run.worker(
+            generate=Members(0.0, 1.0), scorer=SlowForTheThird(), filters=STD, slots=6
+        )
+        parts.start()
+        await judging.wait()
+        batch = await delivered(run, 2)
+        assert sorted(batch.group_indexes) == [0, 1]
+        await wait_until(lambda: parts.shift.num_busy == 2, what="two slots of the judge's")
+        assert await run.queue.call(calls.withdraw("2")) == "dropped"
+        await wait_until(lambda: parts.shift.num_busy == 0, what="free slots")
+
+
+async def test_144_only_groups_that_a_filter_keeps_are_in_a_batch_and_others_make_room(
+    valkey_url: str, run_name: str
+) -> None:
+    async def by_group(given: GenerateInput) -> GenerateOutput:
+        return GenerateOutput(answer(given, reward=float((given.sample.group_index or 0) % 2)))
+
+    async with a_run_with(valkey_url, run_name, EnvRule(), cap=4) as run:
+        for g in range(4):
+            await run.enqueue(g, 2)
+        record = encode_prompt(a_prompt(4, 2))
+        assert await run.queue.call(calls.enqueue(4, 2, record)) == "full"
+        run.worker(generate=by_group, filters=("reward_range(1, 1)",)).start()
+        batch = await delivered(run, 2)
+        assert sorted(batch.group_indexes) == [1, 3]
+        assert await run.drops() == {"range": 2}
+        for g in range(4, 8):  # what was dropped and what was acked made room
+            await run.enqueue(g, 2)
 
 
 # --- samples that a limit cut --------------------------------------------------------------------

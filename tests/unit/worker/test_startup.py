@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from rollstream.settings import Settings
+from rollstream.errors import ConfigError
+from rollstream.settings import RewardTable, Settings
 from tests.unit.tito.families import toyvocab
 from tests.unit.tito.template.folder import backend
 from worker.process.startup import env_runtimes, warn_of_unseen_tools
@@ -53,3 +54,10 @@ def test_templates_show_specs_where_they_write_them_and_take_calls(tmp_path: Pat
     for name in ("strip", "items"):
         [said] = warned(backend(tmp_path / name, name), "calculator")
         assert said["renderer"] == "template"
+
+
+def test_a_group_reward_beside_a_reward_of_each_sample_stops_a_worker_that_only_generates() -> None:
+    reward = RewardTable(group="tests.e2e.judges:alike")
+    settings = Settings(reward=reward)
+    with pytest.raises(ConfigError, match=r"environment 'default': reward\.group = .* 'none'"):
+        env_runtimes(settings, toyvocab.renderer("kimi-k2"), dict.fromkeys(settings.envs()))
