@@ -51,6 +51,29 @@ class CannotConfine(RuntimeError):
     """This process may not run programs of a model here; the message says what to change."""
 
 
+def layers() -> tuple[str, ...]:
+    """Return what confines programs here, of `LAYERS`."""
+    has_uid = os.getuid() == 0
+    has = {
+        "rlimits": True,
+        "uid": has_uid,
+        "seccomp": seccomp.available(),
+        "landlock": landlock.abi() > 0,
+        "signals": has_uid or landlock.scopes_signals() or seccomp.available(),
+    }
+    return tuple(name for name in LAYERS if has[name])
+
+
+def hide_memory() -> None:
+    """Keep what runs as the same user out of this process's memory and environment.
+
+    They hold the addresses and passwords of servers. Forked processes inherit it; root needs none.
+    """
+    if os.getuid() != 0:
+        with contextlib.suppress(OSError):
+            _call_prctl(_PR_SET_DUMPABLE, 0)
+
+
 class Uid:
     """A user that no other program has while this lives: no account, no process of anybody."""
 
@@ -110,21 +133,9 @@ class Confinement:
                 "cannot be read by others: run the verifier as another user, or with a Python that "
                 "others can read"
             )
-        if self._uid is None:
-            _call_prctl(_PR_SET_DUMPABLE, 0)  # of the same user: keep it out of our memory
+        hide_memory()
+        self.layers = layers()
         _libc()  # opened before the fork
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """What applies to this program, of `LAYERS`."""
-        has = {
-            "rlimits": True,
-            "uid": self._uid is not None,
-            "seccomp": seccomp.available(),
-            "landlock": self._rules is not None,
-            "signals": self._uid is not None or landlock.scopes_signals() or seccomp.available(),
-        }
-        return tuple(name for name in LAYERS if has[name])
 
     def enter(self) -> None:
         """Confine the calling process, which is the forked one; for `preexec_fn`.

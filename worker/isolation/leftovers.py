@@ -112,25 +112,35 @@ def _children_by_parent(parent: int) -> list[int]:
 
 
 def new_folder() -> str:
-    """Return a new folder, and remove those whose processes were killed before they could.
+    """Return a new folder; those of killed processes go meanwhile.
 
     Raises:
         OSError: it cannot be made; the message names the place.
     """
-    base = Path(tempfile.gettempdir(), f"rollstream-programs-{os.geteuid()}")
+    base = _base()
     with contextlib.suppress(FileExistsError):
         base.mkdir(0o711)
         base.chmod(0o711)  # programs of other users pass through, and see no names
     found = base.lstat()
     if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
         raise OSError(errno.EPERM, "belongs to somebody else, remove it", str(base))
-    for entry in list(os.scandir(base)):
-        pid, _, rest = entry.name.partition("-")
-        if _began(pid) != rest.partition("-")[0]:
-            with contextlib.suppress(OSError):  # another process removes it, too
-                remove(entry.path)
+    remove_abandoned()
     own = os.getpid()
     return tempfile.mkdtemp(prefix=f"{own}-{_began(own)}-", dir=base)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders whose processes were killed before they could."""
+    with contextlib.suppress(FileNotFoundError):
+        for entry in list(os.scandir(_base())):
+            pid, _, rest = entry.name.partition("-")
+            if _began(pid) != rest.partition("-")[0]:
+                with contextlib.suppress(OSError):  # another process removes it, too
+                    remove(entry.path)
+
+
+def _base() -> Path:
+    return Path(tempfile.gettempdir(), f"rollstream-programs-{os.geteuid()}")
 
 
 def _began(pid: int | str) -> str:

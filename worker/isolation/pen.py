@@ -192,6 +192,7 @@ class Pen:
             self._pipe = None
             # Whatever left its group or lost its parent is a descendant of ours all the same.
             leftovers.end_children([self._pid])
+            leftovers.remove_abandoned()
 
 
 def _carries(message: bytes, token: str) -> bool:
