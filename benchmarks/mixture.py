@@ -1,11 +1,13 @@
 """Shares of a mixture over a whole run, in which one environment only fails (docs/prompts.md).
 
     python -m benchmarks.mixture [--json] [--groups 600] [--workers 2]
+                                 [--failing refused|raises|hangs]
 
 Valkey, the producer, the workers and the simulated engine are processes of their own; this one is
 the trainer. Three environments, with weights 5, 3 and 2: `sums` (turns with a calculator, n = 4),
-`words` (one call, n = 2), and `refused`, whose sampling asks for what the engine refuses: every
-request is an HTTP 400.
+`words` (one call, n = 2), and `failing` (n = 2), of which no sample ever ends well: its sampling
+asks for what the engine refuses (HTTP 400), its generate function raises a fault that may pass, so
+each member is tried again, or it hangs until `worker.sample_timeout_s`, two seconds here.
 
 The producer enqueues the whole run first, and what is measured of it is read from the records in
 Redis, not from the rule that made them. Then workers and trainer go through all of it.
@@ -13,7 +15,7 @@ Redis, not from the rule that made them. Then workers and trainer go through all
 * `enqueued`: shares of the groups; `off_groups_max`: by how many groups any beginning of the run
   was off its share at most, `off_window_groups_max`: any stretch.
 * `delivered`: shares of the groups that reached the trainer, `delivered_first_half`: of the first
-  half of them; without `refused` they should be 5/8 and 3/8.
+  half of them; without `failing` they should be 5/8 and 3/8.
 * `dropped`: groups by environment and reason. `told`: lines of the workers that say that an
   environment only fails, one for each worker.
 * `run_state` before the run was ended, `unaccounted` groups that neither came nor were dropped.
@@ -37,15 +39,17 @@ from examples.demo.cast import to_toml
 from examples.demo.children import Child, stop_all
 from examples.devserver import DevServer, free_port
 from examples.vocabulary import write
+from rollstream.errors import EnvFault
 from rollstream.queue.queue import Queue
 from rollstream.stream import GroupStream
 from rollstream.wire import decode_prompt
+from worker.types import GenerateInput, GenerateOutput
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "mixture"
-WEIGHTS = {"sums": 5, "words": 3, "refused": 2}
-SAMPLES = {"sums": 4, "words": 2, "refused": 2}
-FAILS = "refused"
+WEIGHTS = {"sums": 5, "words": 3, "failing": 2}
+SAMPLES = {"sums": 4, "words": 2, "failing": 2}
+FAILING = ("refused", "raises", "hangs")
 ROWS = 40
 """Of each environment; fewer than its groups, so that each goes through its own several times."""
 BATCH = 16
@@ -54,7 +58,7 @@ TOLD = "environment_only_fails"
 
 
 def tables(
-    redis_url: str, engine: str, folder: Path, tokenizer: Path, groups: int
+    redis_url: str, engine: str, folder: Path, tokenizer: Path, groups: int, failing: str
 ) -> dict[str, dict[str, Any]]:
     """Return the configuration of every process."""
     envs: dict[str, dict[str, Any]] = {}
@@ -68,7 +72,10 @@ def tables(
             "generate": "single_turn",
         }
     envs["env.sums"] |= {"generate": "multi_turn", "tools": ["calculator"], "max_turns": 3}
-    envs["env.refused.sampling"] = {"regex": "[0-9]+"}  # the engine has no grammars
+    if failing == "refused":
+        envs["env.failing.sampling"] = {"regex": "[0-9]+"}  # the engine has no grammars
+    else:
+        envs["env.failing"]["generate"] = f"benchmarks.mixture:{failing}"
     return {
         "run": {"name": RUN},
         "redis": {"url": redis_url},
@@ -79,6 +86,7 @@ def tables(
             "capacity_groups": groups, "epochs": -(-groups // (ROWS * len(WEIGHTS))),
             "shuffle_seed": 0, "progress": False,
         },
+        "worker": {"sample_timeout_s": 2.0 if failing == "hangs" else 60.0, "retry_delay_s": 0.1},
         "reward": {"kind": "deterministic_random"},
         "aggregator": {"filters": []},
         "telemetry": {
@@ -95,15 +103,28 @@ def a_row(env: str, number: int) -> dict[str, Any]:
     return {"prompt": prompt, "label": str(2 * number), "metadata": {"whose": env}}
 
 
+async def raises(_given: GenerateInput) -> GenerateOutput:
+    """Fail as a sandbox that is away does."""
+    raise EnvFault("the sandbox is away", retryable=True)
+
+
+async def hangs(_given: GenerateInput) -> GenerateOutput:
+    """Never end."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 class Cast:
     """Every process but the trainer."""
 
-    def __init__(self, redis_url: str, folder: Path, *, groups: int, workers: int) -> None:
+    def __init__(
+        self, redis_url: str, folder: Path, *, groups: int, workers: int, failing: str
+    ) -> None:
         tokenizer = write(ROOT / ".cache" / "qwen3")
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         config = folder / "rollstream.toml"
-        config.write_text(to_toml(tables(redis_url, url, folder, tokenizer, groups)))
+        config.write_text(to_toml(tables(redis_url, url, folder, tokenizer, groups, failing)))
         # What the shell says about a run must not reach this one.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLSTREAM_")}
 
@@ -208,11 +229,11 @@ def train(url: str) -> list[str]:
     return delivered
 
 
-def measure(groups: int, workers: int) -> dict[str, Any]:
+def measure(groups: int, workers: int, failing: str = FAILING[0]) -> dict[str, Any]:
     """Start everything, go through the whole run, and return the figures."""
     started_s = time.monotonic()
     with DevServer(aof=True) as server, tempfile.TemporaryDirectory() as name:
-        cast = Cast(server.url, Path(name), groups=groups, workers=workers)
+        cast = Cast(server.url, Path(name), groups=groups, workers=workers, failing=failing)
         try:
             cast.producer.start()
             cast.engine.start()
@@ -240,6 +261,7 @@ def measure(groups: int, workers: int) -> dict[str, Any]:
         "dropped": dropped,
         "told": told,
         "workers": workers,
+        "failing": failing,
         "run_state": state,
         "unaccounted": len(envs) - len(delivered) - num_dropped,
         "seconds": round(time.monotonic() - started_s, 1),
@@ -254,8 +276,9 @@ def main() -> None:
     cli.add_argument("--json", action="store_true", help="one JSON line")
     cli.add_argument("--groups", type=int, default=600, help="of the whole run, at least")
     cli.add_argument("--workers", type=int, default=2)
+    cli.add_argument("--failing", choices=FAILING, default=FAILING[0], help="how it fails")
     args = cli.parse_args()
-    found = measure(args.groups, args.workers)
+    found = measure(args.groups, args.workers, args.failing)
     if args.json:
         print(json.dumps({"benchmark": "mixture", **found}))
         return
