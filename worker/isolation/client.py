@@ -265,7 +265,9 @@ class Isolated:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         if self._forgetting:
-            await asyncio.wait(self._forgetting, timeout=_SOCKET_TIMEOUT_S)
+            _, pending = await asyncio.wait(self._forgetting, timeout=_SOCKET_TIMEOUT_S)
+            for task in pending:
+                task.cancel()
         await self._reader.aclose()
         await in_thread(self._jobs.close)
 

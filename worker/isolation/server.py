@@ -55,11 +55,16 @@ class Server:
     """What a server knows of itself, and how it runs one job."""
 
     def __init__(
-        self, slot: int, desk: Desk, table: Mapping[str, Entry], inboxes: Inboxes,
+        self,
+        slot: int,
+        desk: Desk,
+        table: Mapping[str, Entry],
+        inboxes: Inboxes,
         limits: VerifierTable,
-    ) -> None:  # fmt: skip
+        supervisor: int,
+    ) -> None:
         self.slot, self.desk, self.table, self.inboxes = slot, desk, table, inboxes
-        self.supervisor = os.getppid()
+        self.supervisor = supervisor
         self._asked = False
         self.pen = Pen(table, limits, is_abandoned=lambda: self.is_abandoned)
 
@@ -103,13 +108,14 @@ class Server:
     def _message(self, name: str, token: str, payload: Any, timeout_s: float) -> bytes:
         """Return how a job ends; the second try has what the first left of its time."""
         limit = time.monotonic() + timeout_s
-        crashed = Crashed()
+        crashed: Crashed | None = None
         for _ in range(TRIES):
             left_s = limit - time.monotonic()
             try:
-                if left_s > 0:
-                    return self.pen.run(name, token, payload, left_s)
+                return self.pen.run(name, token, payload, max(0.0, left_s))
             except Overdue:
+                if crashed is not None:  # it had not all of its time
+                    break
                 log.warning("job_killed", job=name, timeout_s=timeout_s)
                 return failure(token, f"killed after {timeout_s:g} s", "timeout")
             except Crashed as error:
@@ -238,14 +244,25 @@ def serve(
     table: Mapping[str, Entry],
     inboxes: Inboxes,
     limits: VerifierTable,
+    supervisor: int,
     reach: Reach,
 ) -> None:
-    """Run jobs in this forked process until it shall end; a Redis that is away is waited for."""
-    server = TableJob.server = Server(slot, desk, table, inboxes, limits)
+    """Run jobs in this forked process until it shall end; a Redis that is away is waited for.
+
+    Args:
+        slot: of this server.
+        desk: shared with the supervisor.
+        table: what may run.
+        inboxes: where results go.
+        limits: of the processes of jobs.
+        supervisor: the process that forked this one.
+        reach: of the server that RQ's jobs are in.
+    """
+    server = TableJob.server = Server(slot, desk, table, inboxes, limits, supervisor)
     os.setpgid(0, 0)  # what is meant for the supervisor's group is the supervisor's to pass on
     signal.signal(signal.SIGTERM, server.ask_to_end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(server.supervisor, signal.SIGTERM)
+    die_with(supervisor, signal.SIGTERM)
     leftovers.adopt_orphans()
     random.seed()
     settle(Place(slot, limits))

@@ -202,10 +202,11 @@ class Supervisor:
         """Kill what a dead server left: it is ours now, and no server's."""
         limit = time.monotonic() + _MAX_BACKOFF_S
         while time.monotonic() < limit:
-            kept = set(self._servers)
+            # In this order: what a server forks meanwhile is in neither list.
+            found, kept = leftovers.descendants(os.getpid()), set(self._servers)
             for pid in self._servers:
                 kept.update(leftovers.descendants(pid))
-            orphans = [pid for pid in leftovers.descendants(os.getpid()) if pid not in kept]
+            orphans = [pid for pid in found if pid not in kept]
             if not orphans:
                 return
             for pid in orphans:

@@ -26,6 +26,7 @@ from rollstream.errors import ConfigError
 from rollstream.queue.connection import Reach, refuse_cluster
 from rollstream.settings import Settings, VerifierTable
 
+from .confine import hide_memory, layers
 from .desk import Desk
 from .inboxes import Inboxes
 from .messages import QUEUE
@@ -45,6 +46,7 @@ def serve(loaded: Loaded) -> int:
         redis.RedisError: it cannot be reached at the start.
         ConfigError: it is a cluster, or a function cannot be found.
     """
+    hide_memory()  # the processes of jobs are forked from this one
     settings = loaded.settings
     logs.configure(settings.telemetry.log_format, settings.telemetry.log_level)
     ca = str(settings.redis.ca) if settings.redis.ca else None
@@ -67,6 +69,7 @@ def serve(loaded: Loaded) -> int:
             table=table,
             inboxes=inboxes,
             limits=settings.verifier,
+            supervisor=os.getpid(),
             reach=reach,
         ),
         desk=desk,
@@ -78,7 +81,7 @@ def serve(loaded: Loaded) -> int:
     )
     log.info(
         "verifier_ready", queue=QUEUE, jobs=sorted(table), processes=processes,
-        max_processes=max_processes,
+        max_processes=max_processes, programs_have=layers(),
     )  # fmt: skip
     supervisor.run()
     log.info("verifier_ended")
