@@ -7,6 +7,8 @@ one has sessions that a server forgets, the newer one has none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,27 @@ pytestmark = pytest.mark.slow
 
 LONG_S = 60.0
 AGES = pytest.mark.parametrize("flags", [("--json",), ("--legacy",)], ids=["new", "old"])
+
+
+async def test_a_call_that_no_server_took_is_no_timeout_that_a_model_would_read(
+    tmp_path: Path,
+) -> None:
+    with toy_server(tmp_path) as server, contextlib.ExitStack() as closing:
+        async with connected(server, connect_timeout_s=30.0) as servers:
+            add = tools_of(servers)["add"]
+            server.child.kill()
+            # Whoever listens there now takes no connection: its queue is full.
+            sockets = [closing.enter_context(socket.socket()) for _ in range(4)]
+            sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sockets[0].bind(("127.0.0.1", server.port))
+            sockets[0].listen(0)
+            for waiting in sockets[1:]:
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.1", server.port))
+            with pytest.raises(ToolFault) as caught:
+                await add.call_within({"a": 1, "b": 2}, 1.0)
+            assert caught.value.detail == "mcp_unreachable"
+            closing.close()  # ours are not what a server would leave behind
 
 
 @AGES
