@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import msgpack
 import numpy as np
 
 from rollstream.errors import RewardFault
@@ -21,14 +20,12 @@ from rollstream.group import Trajectory
 from rollstream.sample import Reward
 from rollstream.settings import RewardTable
 
-from ..functions import describe, resolve
+from ..functions import resolve
 from ..rewards.details import Detail, no_verdict
 from ..rewards.own import called
 from ..rewards.retries import Sleep, asked_again
 from ..rewards.verdicts import checked
 
-MAX_REWARD_BYTES = 64 << 10
-"""Of one member's reward dictionary."""
 Scored: TypeAlias = Reward | RewardFault
 GroupFunction: TypeAlias = Callable[[list[Trajectory]], Any]
 
@@ -88,21 +85,9 @@ class GroupReward:
     def _one(self, value: Any) -> Scored:
         """Return one value as what can be stored, or why it cannot."""
         try:
-            reward = checked(value, self.name)
-            if isinstance(reward, dict) and len(msgpack.packb(reward)) > MAX_REWARD_BYTES:
-                return no_verdict(
-                    Detail.TOO_LARGE,
-                    f"the reward {self.name} returned a dictionary of more than "
-                    f"{MAX_REWARD_BYTES} bytes for one sample",
-                )
+            return checked(value, self.name)
         except RewardFault as fault:
             return fault
-        except Exception as error:  # noqa: BLE001 - a value's own methods may raise anything
-            return no_verdict(
-                Detail.INVALID,
-                f"the reward {self.name} returned a value that cannot be stored: {describe(error)}",
-            )
-        return reward
 
 
 def load_group_reward(table: RewardTable) -> GroupReward | None:

@@ -16,7 +16,8 @@ from rollstream.errors import ConfigError, RewardFault
 from rollstream.group import Trajectory
 from rollstream.settings import RewardTable
 from tests.builders import a_sample
-from worker.aggregate.group_reward import MAX_REWARD_BYTES, GroupReward, load_group_reward
+from worker.aggregate.group_reward import GroupReward, load_group_reward
+from worker.rewards.verdicts import MAX_REWARD_BYTES
 
 N = 4
 
