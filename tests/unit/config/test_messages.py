@@ -12,7 +12,7 @@ from rollstream.settings import Settings
 ROOT = Path(__file__).parents[3]
 TABLES = {name: field.annotation for name, field in Settings.model_fields.items()}
 KEY = re.compile(rf"(?<![\w.])({'|'.join(TABLES)})\.([a-z_]+)\b")
-MODULES = {"worker.engines", "worker.rewards", "redis.connection"}
+MODULES = {"worker.engines", "worker.isolation", "worker.rewards", "redis.connection"}
 """Names of the same shape that are no settings."""
 
 

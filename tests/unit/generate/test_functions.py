@@ -31,7 +31,7 @@ def test_two_functions_of_one_file_share_its_module() -> None:
     ("path", "message"),
     [
         ("multi_turns", "unknown generate function 'multi_turns'; did you mean 'multi_turn'?"),
-        ("nonsense", "unknown generate function 'nonsense'. Built in: agent, multi_turn, "),
+        ("nonsense", "unknown generate function 'nonsense'. Built in: agent, env, multi_turn, "),
         ("no.such.module:f", "there is no module no.such.module; it must be importable from"),
         ("worker.generate:multi_turm", "has no 'multi_turm'; did you mean 'multi_turn'?"),
         (f"{MINE}:generat", "has no 'generat'; did you mean 'generate'?"),
