@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.devserver import die_with_parent
+from tests.backstage import wait_until
 from worker.isolation import Isolated
 
 HANGS = "9^{9^{9^{9}}}"
@@ -50,6 +51,7 @@ def start_verifier(url: str, *more: str, processes: int = 1) -> subprocess.Popen
     assert process.stderr is not None
     for line in process.stderr:
         if "verifier_ready" in line:
+            wait_until(lambda: len(pens(process)) == processes)
             return process
     raise AssertionError(f"the verifier ended with {process.wait()}")
 
