@@ -30,6 +30,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from .confine import layers
 from .inside import plain
 from .place import here
 from .program import ProgramLimits, ProgramResult
@@ -459,3 +460,4 @@ def warm() -> None:
     """Read what the processes forked later need."""
     for script in ("serve.py", "examine.py", "plain.py"):
         _script(script)
+    layers()  # what the kernel has is tried once

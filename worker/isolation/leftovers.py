@@ -21,6 +21,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_S = 10.0
+_MAX_PATH_CHARS = 2048
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
@@ -177,19 +178,28 @@ def remove(folder: str) -> None:
     os.rmdir(folder)
 
 
+def _open_up(path: str) -> None:
+    """Make a folder readable for its owner; a link that took its place meanwhile is left alone."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            os.chmod(f"/proc/self/fd/{fd}", 0o700)
+        finally:
+            os.close(fd)
+
+
 def count(folder: str, *, max_entries: int) -> tuple[int, int]:
     """Return entries and bytes on the disk below a folder; counting ends at `max_entries`."""
     entries = size = 0
     todo = [folder]
     while todo and entries < max_entries:
+        path = todo.pop()
+        if len(path) > _MAX_PATH_CHARS:
+            return max_entries, size  # so deep that looking at it is work
         try:
-            listed = os.scandir(todo.pop())
-        except PermissionError as error:
-            with contextlib.suppress(OSError):
-                os.chmod(error.filename, 0o700)
-            entries += 1
-            continue
-        except OSError:  # gone meanwhile, or so deep that its path is too long
+            listed = os.scandir(path)
+        except OSError:  # gone meanwhile, or hidden: it is counted the next time
+            _open_up(path)
             entries += 1
             continue
         with listed:

@@ -166,8 +166,10 @@ class Program:
         )
         _running.add(self.pid)
         self._opened.callback(self._end)
-        self.pidfd = os.pidfd_open(self.process.pid)
-        self._opened.callback(os.close, self.pidfd)
+        self.pidfd = -1
+        with contextlib.suppress(OSError):  # where there is none, its end is seen at a tick
+            self.pidfd = os.pidfd_open(self.process.pid)
+            self._opened.callback(os.close, self.pidfd)
 
     @property
     def pid(self) -> int:
@@ -203,6 +205,10 @@ class Program:
         """Give it so much time from now on."""
         self.timeout_s = timeout_s
         self.started_mono_s = time.monotonic() - self._waited_s()
+
+    def has_ended(self) -> bool:
+        """Return whether its first process ended; it is not waited for."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def check(self, *, count_files: bool) -> bool:
         """Return whether it has to end now, and note why."""
@@ -320,7 +326,7 @@ def watch(
     """
     readers = {fd: sink for program in programs for fd, sink in program.sinks().items()}
     readers |= dict(sinks or {})
-    endings = {program.pidfd for program in programs}
+    endings = {program.pidfd for program in programs if program.pidfd >= 0}
     with selectors.DefaultSelector() as selector:
         for fd in (*readers, *endings):
             selector.register(fd, selectors.EVENT_READ)
@@ -333,11 +339,13 @@ def watch(
                 elif not _read(key.fd, readers[key.fd]):
                     selector.unregister(key.fd)
             ended |= until()
-            if time.monotonic() >= next_check_s:
+            if not ended and time.monotonic() >= next_check_s:
                 num_ticks += 1
                 count_files = num_ticks % _NUM_TICKS_A_COUNT == 0
-                overdue = [one for one in programs if one.check(count_files=count_files)]
-                ended |= bool(overdue)
+                ended = any(program.has_ended() for program in programs)
+                if not ended:
+                    overdue = [one for one in programs if one.check(count_files=count_files)]
+                    ended = bool(overdue)
                 next_check_s = time.monotonic() + _TICK_S
     for program in programs:
         program.had_s = program.seconds()

@@ -397,6 +397,30 @@ def test_root_that_can_confine_nobody_runs_nothing() -> None:
         run("pass", user="root", before=without_landlock)
 
 
+def test_end_of_a_program_is_seen_where_the_kernel_has_no_pidfd() -> None:
+    def without_pidfd() -> None:
+        def refuse(_pid: int) -> int:
+            raise OSError(1, "Operation not permitted")
+
+        os.pidfd_open = refuse  # type: ignore[assignment]
+
+    result = run("print(1); raise SystemExit(3)", before=without_pidfd)
+    assert (result.exit_code, result.stdout, result.timed_out) == (3, b"1\n", False)
+
+
+@pytest.mark.parametrize("user", BOTH)
+def test_files_in_hidden_and_deep_folders_are_counted(user: str) -> None:
+    hidden = """
+import os
+os.mkdir("a"); here = os.open("a", os.O_RDONLY); os.chmod("a", 0o300)
+for i in range(10 ** 9): open(f"a/{i}", "wb").write(b"x" * (1 << 20))
+"""
+    assert run(hidden, user=user).killed_for == "files"
+    deep = "import os\nwhile True: os.mkdir('a' * 99); os.chdir('a' * 99)"
+    assert run(deep, user=user).killed_for == "files"
+    assert not folders()
+
+
 def test_caller_keeps_its_own_processes() -> None:
     def call() -> Any:
         other = os.fork()
