@@ -473,9 +473,10 @@ class VerifierTable(Table):
     max_processes: int = Field(0, ge=0, le=256)
     """How many it grows to while jobs wait; 0 is the number of cores, at least `processes`."""
     idle_s: float = Field(30.0, gt=0)
-    """After how long without a job one of them ends again."""
+    """After how long in which they were not all needed one of them ends again."""
     memory_mb: int = Field(1024, ge=64)
-    """Memory of one job's process, and of each that it starts."""
+    """Memory that the process of jobs takes over what the verifier has, and that each program
+    takes."""
     max_programs: int = Field(32, ge=1)
     """Processes and threads that one job may have."""
     file_mb: int = Field(32, ge=1)
