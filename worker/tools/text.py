@@ -20,6 +20,7 @@ import uuid
 from typing import Any
 
 _UNENCODABLE = re.compile("[\x00\ud800-\udfff]")
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _MAX_DEPTH = 32
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*,", re.ASCII)
 _PARTS = ("text", "image", "image_url", "input_image", "input_text", "output_text")
@@ -52,7 +53,8 @@ def text_of(result: Any) -> str:
         return clean("".join(map(_part_text, result)))
     if isinstance(result, _SPEAKS_FOR_ITSELF):
         return clean(str(result))
-    return clean(json.dumps(_plain(result, 0), ensure_ascii=False))
+    # In pieces: in one go it would hold the interpreter, and so the event loop, for all of it.
+    return clean("".join(_JSON.iterencode(_plain(result, 0))))
 
 
 def blob_text(mime_type: str, num_bytes: int) -> str:
