@@ -4,10 +4,11 @@
                                  [--failing refused|raises|hangs]
 
 Valkey, the producer, the workers and the simulated engine are processes of their own; this one is
-the trainer. Three environments, with weights 5, 3 and 2: `sums` (turns with a calculator, n = 4),
-`words` (one call, n = 2), and `failing` (n = 2), of which no sample ever ends well: its sampling
-asks for what the engine refuses (HTTP 400), its generate function raises a fault that may pass, so
-each member is tried again, or it hangs until `worker.sample_timeout_s`, two seconds here.
+the trainer. Three environments, with weights 5, 3 and 2: `sums` (turns with a calculator, scored by
+`math`, n = 4), `words` (one call, a filter of its own, n = 2), and `failing` (n = 2), of which no
+sample ever ends well: its sampling asks for what the engine refuses (HTTP 400), its generate
+function raises a fault that may pass, so each member is tried again, or it hangs until
+`worker.sample_timeout_s`, two seconds here.
 
 The producer enqueues the whole run first, and what is measured of it is read from the records in
 Redis, not from the rule that made them. Then workers and trainer go through all of it.
@@ -16,6 +17,7 @@ Redis, not from the rule that made them. Then workers and trainer go through all
   was off its share at most, `off_window_groups_max`: any stretch.
 * `delivered`: shares of the groups that reached the trainer, `delivered_first_half`: of the first
   half of them; without `failing` they should be 5/8 and 3/8.
+* `samples_per_group`: of the groups that came, every size that was seen; n is 4 and 2.
 * `dropped`: groups by environment and reason. `told`: lines of the workers that say that an
   environment only fails, one for each worker.
 * `run_state` before the run was ended, `unaccounted` groups that neither came nor were dropped.
@@ -72,6 +74,8 @@ def tables(
             "generate": "single_turn",
         }
     envs["env.sums"] |= {"generate": "multi_turn", "tools": ["calculator"], "max_turns": 3}
+    envs["env.sums.reward"] = {"kind": "math"}
+    envs["env.words"]["filters"] = ["length(4096)"]
     if failing == "refused":
         envs["env.failing.sampling"] = {"regex": "[0-9]+"}  # the engine has no grammars
     else:
@@ -219,14 +223,24 @@ def off_by(envs: Sequence[str], weights: Mapping[str, int]) -> tuple[float, floa
 
 
 # --- the run -------------------------------------------------------------------------------------
-def train(url: str) -> list[str]:
-    """Take every batch; return the environments of the groups in order of their arrival."""
+def train(url: str) -> tuple[list[str], dict[str, list[int]]]:
+    """Take every batch.
+
+    Returns:
+        The environments of the groups in order of their arrival, and how many samples their groups
+        had.
+    """
     delivered: list[str] = []
+    sizes: dict[str, set[int]] = {}
     with GroupStream.connect(url, run=RUN, connect_timeout_s=START_S) as stream:
         for batch in stream.batches(groups=BATCH, timeout_s=STALL_S):
-            delivered += [group.flat()[0].metadata["whose"] for group in batch]
+            for group in batch:
+                whose = {sample.metadata["whose"] for sample in group.flat()}
+                assert whose == {group.env}, "a row got the environment of another source"
+                delivered.append(group.env)
+                sizes.setdefault(group.env, set()).add(len(group.samples))
             batch.ack()
-    return delivered
+    return delivered, {env: sorted(found) for env, found in sizes.items()}
 
 
 def measure(groups: int, workers: int, failing: str = FAILING[0]) -> dict[str, Any]:
@@ -243,7 +257,7 @@ def measure(groups: int, workers: int, failing: str = FAILING[0]) -> dict[str, A
                 worker.start()
             for worker in cast.workers:
                 worker.wait_ready(START_S)
-            delivered = train(server.url)
+            delivered, sizes = train(server.url)
             state, dropped = asyncio.run(outcome(server.url, envs))
         finally:
             stop_all(cast.everyone)
@@ -258,6 +272,7 @@ def measure(groups: int, workers: int, failing: str = FAILING[0]) -> dict[str, A
         "off_window_groups_max": stretch,
         "delivered": shares(delivered),
         "delivered_first_half": shares(delivered[: len(delivered) // 2]),
+        "samples_per_group": sizes,
         "dropped": dropped,
         "told": told,
         "workers": workers,

@@ -17,6 +17,7 @@ def test_an_environment_that_only_fails_costs_a_mixture_its_own_groups_alone(fai
     assert found["off_groups_max"] < 1
     assert found["off_window_groups_max"] < 2
     assert found["delivered"] == {"sums": 5 / 8, "words": 3 / 8, "failing": 0.0}
+    assert found["samples_per_group"] == {"sums": [4], "words": [2]}
     # More in a row than worker.fail_after_groups allows the only environment.
     reason = "deadline" if failing == "hangs" else "short_group"
     assert found["dropped"] == {"failing": {reason: 24}}
