@@ -239,7 +239,8 @@ async def test_a_busy_server_is_asked_again_until_it_takes_the_call(server: ToyS
 async def test_tools_of_one_name_are_told_apart_by_their_servers(server: ToyServer) -> None:
     tables = {name: McpTable(url=server.url) for name in ("docs", "web")}
     both, apart = ["mcp:docs", "mcp:web/add"], ["mcp:docs/tell", "calculator"]
-    servers = McpServers(tables, [both, apart])
+    beside = ["mcp:docs/odd", "my_tools:odd"]
+    servers = McpServers(tables, [both, apart, beside])
     try:
         await servers.start()
         docs = list(tools_of(servers, "mcp:docs"))
@@ -247,7 +248,7 @@ async def test_tools_of_one_name_are_told_apart_by_their_servers(server: ToyServ
         assert await web({"a": 1, "b": 2}) == "3"
     finally:
         await servers.aclose()
-    assert docs == ["docs_add", "tell", "hang", "fail", "big", "odd", "typed"]
+    assert docs == ["docs_add", "tell", "hang", "fail", "big", "docs_odd", "typed"]
     assert (web.name, web.spec["function"]["name"]) == ("web_add", "web_add")
 
 

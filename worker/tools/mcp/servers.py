@@ -110,7 +110,7 @@ class McpServers:
         mine = []
         for name in names:
             if not name.startswith(MCP):
-                owners[name].add(name)
+                owners[name.rpartition(":")[2]].add(name)  # a function's own name
                 continue
             server, tool = self._parse(name)
             for listed in self._listed(server, tool):
