@@ -73,7 +73,7 @@ def episodes(
         async with environments.opened(environment.name, environment.make, about) as running:
             with _outside(given, -1) as spent:
                 first = await running.reset(about)
-            episode = await _begun(given, running, rules, [] if about.state is not None else first)
+            episode = await _begun(given, running, rules, first)
             episode.spent_s += spent.seconds
             return await episode.run()
 

@@ -14,6 +14,7 @@ from rollstream.wire import decode_body, encode_body
 from tests.generate_stage import check, chunks_of
 from tests.unit.environments.stage import END, LONG_S, a_sample, play
 from tests.unit.generate.weather import says
+from worker.environments.gym import GymEnv
 from worker.environments.load import LoadedEnvironment, load_environment
 
 
@@ -65,6 +66,19 @@ async def test_tries_end_and_partial_credit_counts_once(qwen3: Any) -> None:
     scores = [info["score"] for info in notes["infos"]]
     assert (len(scores), notes["done"]) == (2, True)
     assert played.sample.reward == max(scores)
+
+
+def test_a_step_is_rewarded_for_what_it_adds_to_the_best_score() -> None:
+    scores = iter((0.25, 0.5, 0.125, 1.0))
+
+    class Scorers:
+        def score(self, sample: Sample, text: str) -> float:
+            return next(scores)
+
+    env = GymEnv(a_sample(), Scorers(), 9)  # type: ignore[arg-type]
+    steps = [env.step({"role": "assistant", "content": "x"}) for _ in range(4)]
+    assert [step.reward for step in steps] == [0.25, 0.25, 0.0, 0.5]
+    assert [step.done for step in steps] == [False, False, False, True]
 
 
 async def test_an_episode_is_taken_up_with_the_tries_it_has_left(qwen3: Any) -> None:

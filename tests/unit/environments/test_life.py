@@ -233,6 +233,17 @@ async def test_what_is_no_environment_is_said(made: Any) -> None:
             assert (no.value.retryable, no.value.detail) == (False, "invalid")
 
 
+async def test_a_function_that_hands_back_a_coroutine_makes_an_environment_that_is_closed() -> None:
+    environment, told = scripted(StepResult(done=True))
+
+    async def later(sample: EnvSample) -> Any:
+        return environment.make(sample)
+
+    async with environments(most=1) as held:
+        await lived(held, lambda sample: later(sample))
+    assert (len(told.messages), told.closes) == (1, 1)
+
+
 async def test_attributes_that_raise_are_faults() -> None:
     class Env:
         def __getattr__(self, name: str) -> Any:
