@@ -46,8 +46,13 @@ class Failures:
         self._most, self._all_come = most, all_come
         self._counts = {env: _Count() for env in envs}
 
+    def answered(self, env: str) -> None:
+        """Begin its count of refusals anew: an engine took a request of it."""
+        if env in self._counts:
+            self._counts[env].refused.clear()
+
     def worked(self, env: str) -> None:
-        """Begin an environment's counts anew."""
+        """Begin an environment's counts anew: a sample of it ended well."""
         count = self._counts.get(env)
         if count is None:
             return

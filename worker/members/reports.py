@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 
-from rollstream.errors import MemberReason, Report, StopReason, WireError
+from rollstream.errors import STATUS_OF, MemberReason, Report, Status, StopReason, WireError
 from rollstream.group import Trajectory
 from rollstream.link import Link
 from rollstream.queue import calls
@@ -32,7 +32,7 @@ from .gate import Gate
 from .parked import parked_body
 from .submit import Submitter
 from .view import RunView
-from .work import MAX_ERROR_CHARS, Ending, Work, leaves_of
+from .work import MAX_ERROR_CHARS, Ending, Work, leaves_of, worst_leaf
 
 LONG_TEXT_CHARS = 8192
 """Longer responses are compressed in a thread (zlib releases the GIL)."""
@@ -44,6 +44,7 @@ ABORT_SOON_S = 2.0
 """An attempt that ran for longer before it was stopped got somewhere: its wait begins anew."""
 MAX_ABORTED = 8192
 """Members whose aborts in a row are remembered."""
+_ENDED_WELL = (Status.COMPLETED, Status.TRUNCATED)
 
 log = structlog.get_logger("worker")
 
@@ -226,16 +227,33 @@ class Reporter:
         if not leaves or not leaves[0].spans:
             for span in work.spans.spans[work.num_earlier_spans if stays else 0 :]:
                 self._metrics.span(span.name, span.duration_s)
-        if ending.report in (Report.RETRY, Report.FINAL):
+        self._note_outcome(work, ending, delivered and any(leaf.calls for leaf in leaves))
+        if delivered and self._all_alike(work, ending):
+            self._metrics.group_alike(env)
+            if not self._said_alike:
+                self._said_alike = True
+                log.warning("members_sampled_the_same", group=work.group.key)
+
+    def _note_outcome(self, work: Work, ending: Ending, has_calls: bool) -> None:
+        """Count what an ending says of its environment; nothing where it says nothing."""
+        env = work.group.group.env
+        ended_well = STATUS_OF[ending.stop_reason] in _ENDED_WELL
+        if has_calls:
+            self._failures.answered(env)
+        if ending.report in (Report.RETRY, Report.FINAL) or (
+            ending.report is Report.COMPLETE and not ended_well
+        ):
             if not self._is_outage(ending):
                 self._note_failure(work, ending)
-        elif delivered and any(leaf.calls for leaf in leaves):
+        elif has_calls:
             self._failures.worked(env)
-            if ending.trajectory is not None and work.group.all_alike(ending.trajectory):
-                self._metrics.group_alike(env)
-                if not self._said_alike:
-                    self._said_alike = True
-                    log.warning("members_sampled_the_same", group=work.group.key)
+
+    def _all_alike(self, work: Work, ending: Ending) -> bool:
+        if ending.trajectory is None or not any(
+            leaf.calls for leaf in leaves_of(ending.trajectory)
+        ):
+            return False
+        return work.group.all_alike(ending.trajectory)
 
     def _is_outage(self, ending: Ending) -> bool:
         is_tried_again = ending.report is Report.RETRY
@@ -243,11 +261,15 @@ class Reporter:
         return is_tried_again and no_answer and not self._health.healthy()
 
     def _note_failure(self, work: Work, ending: Ending) -> None:
+        message = ending.error
+        if not message and ending.trajectory is not None:
+            worst = worst_leaf(ending.trajectory)
+            message = str(worst.metadata.get("error", ending.stop_reason))[:MAX_ERROR_CHARS]
         why = self._failures.failed(
-            work.group.group.env, work.group.key, ending.error, refused=ending.refused
+            work.group.group.env, work.group.key, message, refused=ending.refused
         )
         if why and self._failing is None:
-            log.error("engine_refuses_everything", error=ending.error)
+            log.error("engine_refuses_everything", error=message)
             self._failing = asyncio.create_task(self._fail_run(why))
 
     async def _fail_run(self, why: str) -> None:

@@ -84,3 +84,13 @@ def test_a_success_begins_both_counts_of_its_environment_anew() -> None:
             assert refuse(failures, "a", range(start, start + 2)) == []
             failures.worked("a")
     assert logs == []
+
+
+def test_an_answer_of_an_engine_ends_a_row_of_refusals_and_no_row_of_failures() -> None:
+    failures = Failures(["a"], 3)
+    with capture_logs() as logs:
+        for start in (0, 10):
+            assert refuse(failures, "a", range(start, start + 2)) == []
+            failures.answered("a")
+            failures.answered("nope")
+    assert [entry["event"] for entry in logs] == ["environment_only_fails"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollstream.errors import MemberReason, Report, StopReason
 from rollstream.queue.answers import Lease
@@ -212,3 +213,43 @@ async def test_refusals_of_evaluations_end_no_run_and_count_for_themselves(desk:
     assert desk.shown(
         'rollout_samples_total{env="default",reason="engine_error",status="failed"} 0.0'
     )
+
+
+async def test_an_environment_whose_agents_only_break_is_told_once_and_ends_no_run(
+    desk: Desk,
+) -> None:
+    reason = StopReason.AGENT_ERROR
+
+    async def ended(key: str, stop_reason: StopReason, **metadata: Any) -> None:
+        sample = a_sample(stop_reason=stop_reason, metadata=metadata)
+        ending = Ending(Report.COMPLETE, stop_reason, sample)
+        await desk.reporter.report(desk.work(key=key), ending)
+
+    with capture_logs() as logs:
+        for key in ("0", "0", "1", "2", "3"):
+            await ended(key, reason, error="AgentFault: the agent raised KeyError")
+        await ended("4", StopReason.STOP)
+        await ended("5", StopReason.TURN_LENGTH)
+        await ended("6", reason)
+    told = [entry for entry in logs if entry["event"].startswith("environment")]
+    assert [(entry["event"], entry.get("error")) for entry in told] == [
+        ("environment_only_fails", "AgentFault: the agent raised KeyError"),
+        ("environment_works_again", None),
+    ]
+    assert desk.reporter._failing is None
+
+
+async def test_an_outage_of_all_engines_is_no_environments_failure(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engines, "healthy", lambda _: False)
+    with capture_logs() as logs:
+        for place in range(4):
+            ending = Ending(
+                Report.RETRY, StopReason.ENGINE_ERROR, Sample(), MemberReason.ENGINE_ERROR
+            )
+            desk.reporter.end(desk.work(key=str(place)), ending)
+    assert logs == []
+    assert {(report, why) for report, why, *_ in desk.sent.failed} == {
+        (Report.BACK, MemberReason.NO_ENGINE)
+    }
