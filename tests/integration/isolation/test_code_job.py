@@ -45,6 +45,10 @@ def test_wrong_program_gets_nothing_or_its_share(program: str, tests: dict[str, 
     assert counts(judge(program, tests, stop_early=True)) == (2, 4, 0.0)
 
 
+def test_program_that_prints_the_answer_and_breaks_then_fails() -> None:
+    assert judge(f"{READS}\nraise SystemExit(3)", STDIN, stop_early=True)["reward"] == 0.0
+
+
 ENDS = {
     "exit": "import os; os._exit(0)",
     "raise": "raise SystemExit(0)",

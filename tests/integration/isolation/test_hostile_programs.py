@@ -170,6 +170,20 @@ print(os.read(reader, 20).decode())
     assert not lives(int(result.stdout))
 
 
+@pytest.mark.parametrize("user", WITH_SECCOMP)
+def test_program_cannot_leave_the_group_that_is_killed_at_one_blow(user: str) -> None:
+    source = """
+import os
+group = os.getpgid(0)
+if os.fork() == 0:
+    os.setsid(); os.setpgid(0, 0)
+    print(os.getpgid(0) == group, os.getsid(0) == group, flush=True)
+    os._exit(0)
+os.wait()
+"""
+    assert run(source, user=user).stdout == b"True True\n"
+
+
 @pytest.mark.parametrize("user", BOTH)
 def test_files_are_bounded_in_size_and_number(user: str) -> None:
     result = run("open('x', 'wb').write(b'x' * (2 << 20))", user=user)

@@ -187,4 +187,5 @@ def main() -> None:
     os._exit(0)  # not by what the program hung into the end of the interpreter
 
 
-main()
+if __name__ == "__main__":
+    main()
