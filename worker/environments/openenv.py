@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,9 @@ METADATA = "openenv"
 """Entry of a row's metadata with parameters of `reset`, over `seed`."""
 _REFUSED = "(code: VALIDATION_ERROR)"
 """How the client says that the server takes no such action."""
+_FULL = "(code: CAPACITY_REACHED)"
+_PATIENCE, _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.8, 0.1, 2.0
+"""Which part of the time of a reset is waited for a session, and how long between two tries."""
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _OURS = "metadata"
 """A field that every action has, of the package's own."""
@@ -131,7 +136,7 @@ class OpenEnvFactory:
             message_timeout_s=2 * self._timeout_s,
             mode="simulation",
         )
-        return OpenEnvEnv(client, self._form, self._shown)
+        return OpenEnvEnv(client, self._form, self._shown, self._timeout_s)
 
     async def _schema(self) -> Mapping[str, Any]:
         import httpx
@@ -160,33 +165,49 @@ class OpenEnvFactory:
 class OpenEnvEnv:
     """One session of the server."""
 
-    def __init__(self, client: Any, form: ActionForm, shown: str) -> None:
+    def __init__(self, client: Any, form: ActionForm, shown: str, timeout_s: float) -> None:
         self._client, self._form, self._shown = client, form, shown
+        self._timeout_s = timeout_s
 
     async def reset(self, sample: EnvSample) -> Observation:
-        """Begin a session and an episode.
+        """Begin a session and an episode; a server that is full is asked again.
 
         Raises:
-            EnvFault: the server has no session left, or the episode is over before it began.
+            EnvFault: it stayed full, or the episode is over before it began.
         """
-        from websockets.exceptions import ConnectionClosed
-
         given = sample.metadata.get(METADATA)
         parameters = {"seed": sample.seed} | (given if isinstance(given, dict) else {})
-        try:
-            result = await self._client.reset(**parameters)
-        except ConnectionClosed as error:
-            # What it says of its capacity gets lost where it closes before we have sent.
-            raise EnvFault(
-                f"the OpenEnv server ended the session at once ({error}); it may have as many as "
-                "it takes: raise its max_concurrent_envs, or lower worker.max_environments",
-                retryable=True,
-                detail="refused",
-            ) from None
+        due_mono_s = time.monotonic() + _PATIENCE * self._timeout_s
+        wait_s = _FIRST_WAIT_S
+        while (result := await self._unless_full(parameters)) is None:
+            await self._client.disconnect()
+            if time.monotonic() + wait_s >= due_mono_s:
+                raise EnvFault(
+                    "the OpenEnv server has as many sessions as it takes: raise its "
+                    "max_concurrent_envs, or lower worker.max_environments",
+                    retryable=True,
+                    detail="full",
+                )
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         if result.done:
             raise EnvFault("the OpenEnv server says done at reset", detail="invalid")
         first: str | None = self._text(result.observation)
         return first
+
+    async def _unless_full(self, parameters: dict[str, Any]) -> Any:
+        """Return the server's answer to a reset; None where it has no session left."""
+        from websockets.exceptions import ConnectionClosedOK
+
+        try:
+            return await self._client.reset(**parameters)
+        except ConnectionClosedOK:
+            # So it looks where it closed before we had sent: what it says of it gets lost.
+            return None
+        except RuntimeError as error:
+            if not str(error).endswith(_FULL):
+                raise
+            return None
 
     async def step(self, message: Message) -> StepResult:
         """Turn a reply into an action, and have the server take it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rollstream.errors import ConfigError, EnvFault, StopReason
 from rollstream.sample import Sample
 from tests.generate_stage import check, chunks_of
 from tests.integration.worker.processes import start, wait_for_url
-from tests.unit.environments.stage import ASKED, END, play
+from tests.unit.environments.stage import ASKED, END, play, settled
 from worker.environments.load import LoadedEnvironment, load_environment
 
 pytestmark = pytest.mark.slow
@@ -130,21 +131,41 @@ async def test_what_the_server_breaks_is_an_env_fault_and_its_session_ends(
         assert (caught.value.retryable, caught.value.detail) == (True, "raised")
 
 
-async def test_more_sessions_than_the_server_has_are_env_faults_that_say_so(
+async def test_a_server_that_is_full_is_asked_again_and_then_is_an_env_fault_that_says_so(
     server: Server, qwen3: Any
 ) -> None:
     from openenv.core.generic_client import GenericEnvClient  # seconds, for slow tests alone
 
-    environment = await game(server)
     clients = [GenericEnvClient(server.url) for _ in range(SESSIONS)]
     for client in clients:
         await client.reset()
-    with pytest.raises(EnvFault, match=r"CAPACITY_REACHED|max_concurrent_envs") as caught:
-        await play(qwen3, environment, "7")
-    assert caught.value.retryable
-    for client in clients:
-        await client.close()
-    assert (await play(qwen3, environment, "7")).sample.reward == 1.0
+    impatient = await game(server, timeout_s=3.0)
+    with pytest.raises(EnvFault, match="max_concurrent_envs") as caught:
+        await play(qwen3, impatient, "7")
+    assert (caught.value.retryable, caught.value.detail) == (True, "full")
+
+    refused = 0
+    environment = await game(server)
+
+    async def make(sample: Any) -> Any:
+        nonlocal refused
+        env = await environment.make(sample)
+        ask = env._unless_full
+
+        async def counted(parameters: Any) -> Any:
+            nonlocal refused
+            answer = await ask(parameters)
+            refused += answer is None
+            return answer
+
+        env._unless_full = counted
+        return env
+
+    playing = asyncio.create_task(play(qwen3, LoadedEnvironment("test", make), "7"))
+    await settled(lambda: refused > 1, what="asked again")
+    await clients[0].close()
+    assert (await playing).sample.reward == 1.0
+    await clients[1].close()
 
 
 async def test_a_server_that_hangs_or_dies_is_an_env_fault_and_one_in_its_place_goes_on(
@@ -153,9 +174,9 @@ async def test_a_server_that_hangs_or_dies_is_an_env_fault_and_one_in_its_place_
     server = Server(tmp_path)
     server.begin()
     try:
-        impatient = await game(server, timeout_s=1.0)
-        with pytest.raises(EnvFault, match="step did not return within 1 s") as caught:
-            await play(qwen3, impatient, "hang", timeout_s=1.0)
+        impatient = await game(server, timeout_s=4.0)
+        with pytest.raises(EnvFault, match="step did not return within 4 s") as caught:
+            await play(qwen3, impatient, "hang", timeout_s=4.0)
         assert (caught.value.retryable, caught.value.detail) == (True, "timeout")
         environment = await game(server)
         server.kill()
