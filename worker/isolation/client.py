@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import math
+from collections.abc import Coroutine
 from typing import Any
 
 import redis
@@ -27,6 +28,8 @@ BLOCK_S = 0.5
 """Every blocking read is this short, so that closing never waits long."""
 _SOCKET_TIMEOUT_S = 5.0
 _RECONNECT_S = 0.25
+_SETTLE_S = 0.5
+"""Behind an outage, results that were told meanwhile come first."""
 PATIENCE_S = 600.0
 """How long a job waits for servers that are away or full: the sample is not to blame."""
 DETAILS = ("raised", "timeout", "crashed", "lost", "unreachable", "too_large", "invalid")
@@ -97,7 +100,8 @@ class Isolated:
         self._queue: Any = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._tokens = itertools.count(1)
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._sent: set[str] = set()
+        self._beside: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._closing = False
@@ -170,6 +174,7 @@ class Isolated:
         sending = asyncio.create_task(in_thread(self._enqueue, job, token, payload, timeout_s))
         try:
             await asyncio.shield(sending)
+            self._sent.add(token)
             async with asyncio.timeout(2 * timeout_s):
                 return await future
         except (asyncio.CancelledError, TimeoutError):
@@ -177,6 +182,7 @@ class Isolated:
             raise
         finally:
             del self._waiting[token]
+            self._sent.discard(token)
 
     def _forget(self, token: str, sending: asyncio.Task[None]) -> None:
         """Take back a job that has not begun, on the side."""
@@ -186,9 +192,33 @@ class Isolated:
             await asyncio.gather(sending, return_exceptions=True)
             await in_thread(self._take_back, token)
 
-        task = asyncio.create_task(forget())
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        self._aside(forget())
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    async def _give_up_lost(self) -> None:
+        """Behind an outage, ask anew for jobs that went with the server, and not at their timeout.
+
+        A job that is not there either ended, and its result is on its way, or is lost.
+        """
+        sent = {token: self._waiting[token] for token in self._sent & self._waiting.keys()}
+        await asyncio.sleep(_SETTLE_S)
+        with contextlib.suppress(redis.RedisError, OSError):  # away again
+            lost = await in_thread(self._not_there, list(sent))
+            await asyncio.sleep(_SETTLE_S)
+            for token in lost:
+                if not sent[token].done():
+                    sent[token].set_exception(TimeoutError())
+
+    def _not_there(self, tokens: list[str]) -> list[str]:
+        pipeline = self._jobs.pipeline(transaction=False)
+        for token in tokens:
+            pipeline.exists(f"rq:job:{_job_id(token)}")
+        there = pipeline.execute() if tokens else []
+        return [token for token, found in zip(tokens, there, strict=True) if not found]
 
     def _say_away(self, error: BaseException) -> None:
         self._outages += 1
@@ -237,7 +267,9 @@ class Isolated:
                 self._say_away(error)
                 await asyncio.sleep(_RECONNECT_S)
                 continue
-            self._is_away = False
+            if self._is_away:
+                self._is_away = False
+                self._aside(self._give_up_lost())
             if popped is not None:
                 self._deliver(popped[1])
             if not self._waiting and not self._closing:
@@ -264,8 +296,8 @@ class Isolated:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        if self._forgetting:
-            _, pending = await asyncio.wait(self._forgetting, timeout=_SOCKET_TIMEOUT_S)
+        if self._beside:
+            _, pending = await asyncio.wait(self._beside, timeout=_SOCKET_TIMEOUT_S)
             for task in pending:
                 task.cancel()
         await self._reader.aclose()

@@ -29,6 +29,7 @@ from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.timeouts import BaseDeathPenalty
 
+from rollstream.link import OUTAGE
 from rollstream.queue.connection import Reach
 from rollstream.settings import VerifierTable
 
@@ -44,6 +45,9 @@ MAX_JOB_BYTES = 8 << 20
 """Of a job's record, inflated; RQ itself inflates whatever it finds."""
 TRIES = 2
 """Of a job whose process dies, within its time."""
+TELL_S = 60.0
+"""How long a result waits for a Redis that is away."""
+_TELL_AGAIN_S = 0.4
 _DEQUEUE_S = 1
 """How soon an idle server notices that it shall end."""
 _MAX_BACKOFF_S = 5.0
@@ -99,11 +103,29 @@ class Server:
         """
         self.desk.begin(self.slot, {"run": run, "inbox": inbox, "token": token, "job": name})
         try:
-            self.inboxes.push(run, inbox, self._message(name, token, payload, _bounded(timeout_s)))
+            self._tell(run, inbox, self._message(name, token, payload, _bounded(timeout_s)))
         finally:
             self.desk.end(self.slot)
         with contextlib.suppress(OSError):  # the next job says so, if it still is so
             self.pen.prepare()
+
+    def _tell(self, run: str, inbox: str, message: bytes) -> None:
+        """Push a result; an outage is waited for, because the job itself may have taken long.
+
+        Raises:
+            redis.RedisError: it could not be told.
+        """
+        limit, wait_s = time.monotonic() + TELL_S, 0.1
+        while True:
+            try:
+                self.inboxes.push(run, inbox, message)
+            except OUTAGE:
+                if time.monotonic() + wait_s > limit or self.is_abandoned:
+                    raise
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, _TELL_AGAIN_S)
+            else:
+                return
 
     def _message(self, name: str, token: str, payload: Any, timeout_s: float) -> bytes:
         """Return how a job ends; the second try has what the first left of its time."""

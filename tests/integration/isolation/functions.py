@@ -31,7 +31,8 @@ def mark(payload: dict[str, Any]) -> None:
 
 def wait(payload: dict[str, Any]) -> str:
     """Say that it began, and return when it may."""
-    Path(payload["began"]).touch()
+    with open(payload["began"], "a") as file:
+        file.write(f"{os.getpid()}\n")
     while not Path(payload["go"]).exists():
         time.sleep(0.01)
     return "done"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import redis
 
+from examples.devserver import DevServer
 from worker.isolation import IsolatedFault
 from worker.isolation.messages import MAX_PAYLOAD_BYTES, QUEUE
 
@@ -405,3 +406,52 @@ def test_fewer_processes_at_most_than_at_least_is_one_clear_line(valkey_url: str
     )  # fmt: skip
     assert found.returncode == 2
     assert "verifier.max_processes is 2, below verifier.processes (4)" in found.stderr
+
+
+# --- an outage -----------------------------------------------------------------------------------
+async def test_the_result_of_a_job_that_ends_in_an_outage_comes_behind_it(
+    run_name: str, tmp_path: Path
+) -> None:
+    with DevServer(aof=True) as server:  # it knows the job afterwards, so none is asked for anew
+        process = start(server.url)
+        try:
+            async with asking(server.url, run_name) as isolated:
+                began, go = tmp_path / "began", tmp_path / "go"
+                payload = {"began": str(began), "go": str(go)}
+                asked = asyncio.create_task(isolated.call(named("wait"), payload, timeout_s=60))
+                await until(began.exists)
+                server.kill()
+                await until(lambda: isolated._outages)
+                go.touch()
+                await until(lambda: not pens(process))  # it ended; its result waits
+                server.start()
+                assert await asked == "done"
+                assert len(began.read_text().split()) == 1
+        finally:
+            assert end(process) == 0
+
+
+async def test_a_job_that_goes_with_the_server_is_asked_for_again_and_not_at_its_timeout(
+    run_name: str, tmp_path: Path
+) -> None:
+    with DevServer() as server:
+        process = start(server.url)
+        try:
+            async with asking(server.url, run_name) as isolated:
+                began, go = tmp_path / "began", tmp_path / "go"
+                payload = {"began": str(began), "go": str(go)}
+                first = asyncio.create_task(isolated.call(named("wait"), payload, timeout_s=600))
+                await until(began.exists)
+                second = asyncio.create_task(
+                    isolated.call(named("echo"), {"second": True}, timeout_s=600)
+                )
+                with redis.Redis.from_url(server.url) as client:
+                    await until(lambda: client.llen(f"rq:queue:{QUEUE}"))
+                server.kill()  # it keeps nothing
+                await until(lambda: isolated._outages)
+                server.start()
+                go.touch()
+                assert await second == {"second": True}
+                assert await first == "done"
+        finally:
+            assert end(process) == 0
