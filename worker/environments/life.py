@@ -229,7 +229,8 @@ class Running:
 
     def _caught_by(self, make: Factory) -> Callable[[EnvSample], Any]:
         """Return `make`, with its result in hand whether or not somebody still waits for it."""
-        if is_async(make):
+        # Of a class it would be asked how its instances are called.
+        if is_async(make) and not inspect.isclass(make):
 
             async def made_async(sample: EnvSample) -> Any:
                 return self._catch(await make(sample))  # type: ignore[misc]  # a coroutine then

@@ -244,6 +244,24 @@ async def test_a_function_that_hands_back_a_coroutine_makes_an_environment_that_
     assert (len(told.messages), told.closes) == (1, 1)
 
 
+async def test_a_class_is_made_by_its_constructor_whatever_its_instances_are() -> None:
+    class Env:
+        def __init__(self, sample: EnvSample) -> None:
+            self.sample = sample
+
+        async def __call__(self) -> None:
+            raise AssertionError("nobody calls an environment")
+
+        async def reset(self, sample: EnvSample) -> None:
+            assert sample == self.sample
+
+        async def step(self, message: Any) -> StepResult:
+            return StepResult(done=True)
+
+    async with environments(most=1) as held:
+        await lived(held, Env)
+
+
 async def test_attributes_that_raise_are_faults() -> None:
     class Env:
         def __getattr__(self, name: str) -> Any:

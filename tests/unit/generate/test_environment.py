@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ from worker.environments import StepResult
 from worker.environments.load import LoadedEnvironment
 from worker.generate.environment import EpisodeRules
 from worker.generate.resumable import is_resumable
+from worker.members.fidelity import Kind, Watch, WatchedEngine
 from worker.sampling import Sampling
 from worker.types import GenerateInput
 
@@ -183,6 +185,29 @@ async def test_control_strings_of_an_environment_are_text(qwen3: Any) -> None:
     closes = played.sample.tokens[start:end].tolist().count(qwen3.encode_raw(END)[0])
     assert (closes, mask) == (1, 0)
     assert "I won." in text
+
+
+@pytest.mark.parametrize("first", [None, "The board is empty."])
+async def test_every_call_of_an_episode_is_what_was_sent_and_sampled(
+    first: Any, qwen3: Any
+) -> None:
+    environment, _ = scripted(
+        StepResult("on"), StepResult("on"), StepResult(done=True), first=first
+    )
+    replies = [says(qwen3, f"{text}{END}") for text in ("a", "b", "c")]
+    async with engine_of("http", *replies) as engine, environments() as held:
+        stage = given(engine, qwen3, ASKED)
+        watch = Watch(stage.prompt)
+        stage.engine = WatchedEngine(engine, watch)
+        sample = (await generate_of(held, environment)(stage)).samples
+    assert isinstance(sample, Sample)
+    assert watch.check(sample) is None
+    assert (watch.num_checked, watch.num_unknown) == (3, 0)
+    changed = sample.tokens.copy()
+    changed[sample.calls[1].start - 1] += 1  # the last token of an observation
+    found = watch.check(dataclasses.replace(sample, tokens=changed))
+    assert found is not None
+    assert found.kind is Kind.PREFIX
 
 
 # --- endings -------------------------------------------------------------------------------------
