@@ -237,15 +237,21 @@ async def test_one_member_without_a_group_reward_is_told_to_the_trainer_with_the
 async def test_a_filter_that_breaks_does_not_ask_the_group_reward_again(run: Run) -> None:
     seen: list[list[float]] = []
 
+    class Partly(Judge):
+        async def __call__(self, samples: list[Trajectory]) -> Any:
+            self.groups.append(samples)
+            return [1.0, None, 0.0]
+
     def breaks(group: GroupView) -> Keep:
         seen.append(group.rewards)
         raise KeyError("nope")
 
-    await run.enqueue(0, 2)
-    judge = Judge()
-    start(run, judge, None, filters=(LoadedFilter("mine.py:g", breaks, built_in=False),))
+    await run.enqueue(0, 3)
+    judge = Partly()
+    broken = LoadedFilter("mine.py:g", breaks, built_in=False)
+    start(run, judge, None, filters=(broken,), min_samples=2)
     assert (await dropped(run))[0] == {"filter_error": 1}
-    assert (len(judge.groups), seen) == (1, [[0.0, 1.0]] * 3)
+    assert (len(judge.groups), seen) == (1, [[1.0, 0.0]] * 3)
 
 
 async def test_a_filter_that_asks_for_bodies_sees_the_rewards_of_the_group(run: Run) -> None:
