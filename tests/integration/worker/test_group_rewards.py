@@ -18,9 +18,11 @@ from rollstream.queue import calls
 from rollstream.wire import decode_header, encode_envs, encode_prompt
 from tests.builders import a_prompt
 from tests.unit.worker.works import answer
+from worker.aggregate import judging
 from worker.aggregate.aggregator import CONSUMER
 from worker.aggregate.group_reward import GroupReward
 from worker.aggregate.loader import LoadedFilter
+from worker.bounded import in_thread
 from worker.types import GenerateInput, GenerateOutput
 
 from .parts import Parts, Run, a_run, wait_until
@@ -459,3 +461,20 @@ async def test_two_aggregators_count_one_row_of_drops_and_the_trainer_hears_why_
 
 def _drop() -> Drop:
     return Drop("too_easy", "all right")
+
+
+async def test_a_large_group_is_read_in_a_thread_and_scored_alike(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    async def noted(function: Any, *args: Any) -> Any:
+        threads.append(function.__name__)
+        return await in_thread(function, *args)
+
+    monkeypatch.setattr(judging, "in_thread", noted)
+    monkeypatch.setattr(judging, "LARGE_BYTES", 10)
+    await run.enqueue(0, 2)
+    start(run, Judge(), None)
+    assert (await delivered(run)).to_arrays()["reward"].tolist() == [0.0, 1.0]
+    assert threads == ["_decoded"]
