@@ -137,6 +137,22 @@ async def test_a_worker_ends_although_its_server_stands_still(tmp_path: Path) ->
                 await call
 
 
+async def test_a_worker_that_ends_makes_no_session_with_a_server_that_is_back(
+    tmp_path: Path,
+) -> None:
+    with toy_server(tmp_path) as server:
+        async with connected(server, connect_timeout_s=30.0) as servers:
+            toys, add = servers._servers["toys"], tools_of(servers)["add"]
+            server.child.kill()
+            call = asyncio.create_task(add.call_within({"a": 1, "b": 2}, LONG_S))
+            await wait_until(lambda: toys._is_down)
+            server.start()  # the loop stands meanwhile: the next attempt is due now
+            await servers.aclose()
+            with pytest.raises(ToolFault):
+                await call
+            assert toys.num_sessions == 0
+
+
 async def test_a_server_that_begins_late_is_waited_for(tmp_path: Path) -> None:
     server = ToyServer(tmp_path)
     starting = asyncio.create_task(asyncio.sleep(0.5))
@@ -186,7 +202,7 @@ async def test_a_wrong_token_is_refused_at_once_and_a_new_one_taken_up(tmp_path:
     given.write_text("wrong")
     with toy_server(tmp_path, "--token-file", str(wanted)) as server:
         with pytest.raises(ConfigError, match="401"):
-            async with connected(server, token_file=given, connect_timeout_s=60.0):
+            async with connected(server, token_file=given, connect_timeout_s=3600.0):
                 pass
         given.write_text("first\n")
         async with connected(server, token_file=given, connect_timeout_s=30.0) as servers:
