@@ -93,6 +93,17 @@ async def test_right_and_wrong_replies_get_their_rewards(
         assert await reward_of(scorer, replied(qwen3, text, label=label)) == reward
 
 
+@pytest.mark.parametrize(("entry", "reward"), [("g", 1.0), ("h", 0.0)])
+async def test_a_check_is_called_with_the_function_that_the_row_names(
+    entry: str, reward: float, verifier: Any, valkey_url: str, run_name: str, qwen3: Any
+) -> None:
+    text = "```python\ndef g(x):\n    return x\n\ndef h(x):\n    return -x\n```"
+    check = "def check(candidate):\n    assert candidate(1) == 1\n    assert candidate(2) == 2\n"
+    sample = replied(qwen3, text, label=check, metadata={"entry_point": entry})
+    async with scoring(valkey_url, run_name, qwen3, kind="code") as scorer:
+        assert await reward_of(scorer, sample) == reward
+
+
 async def test_a_program_may_be_paid_for_the_tests_that_it_passed(
     verifier: Any, valkey_url: str, run_name: str, qwen3: Any
 ) -> None:
