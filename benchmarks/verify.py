@@ -319,11 +319,12 @@ async def slot(bench: Bench, isolated: Isolated, runs: Iterator[Run], seen: Seen
         is_overdue = told == "timeout" or (isinstance(told, dict) and told.get("timed_out"))
         said = str(told.get("problems", "")) if isinstance(told, dict) else ""
         seen.killed_at_timeout += bool(is_overdue or "timed out" in said)
-        if not _is_right(run, told):
+        if not is_right(run, told):
             seen.wrong.append(f"{run.kind}: {str(told)[:300]}")
 
 
-def _is_right(run: Run, told: Any) -> bool:
+def is_right(run: Run, told: Any) -> bool:
+    """Return whether an answer is what it must be."""
     with contextlib.suppress(TypeError, KeyError):
         return run.right(told)
     return False
