@@ -119,7 +119,9 @@ class Server:
         while True:
             try:
                 self.inboxes.push(run, inbox, message)
-            except OUTAGE:
+            except OUTAGE as error:
+                if wait_s < _TELL_AGAIN_S:  # not at every try
+                    log.warning("result_waits_for_redis", error=str(error))
                 if time.monotonic() + wait_s > limit or self.is_abandoned:
                     raise
                 time.sleep(wait_s)

@@ -59,6 +59,12 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def says(process: subprocess.Popen[str], event: str) -> None:
+    """Wait for a line in the log."""
+    assert process.stderr is not None
+    assert any(event in line for line in process.stderr)
+
+
 async def number_in(path: Path) -> int:
     return int(await until(lambda: path.exists() and path.read_text()))
 
@@ -423,7 +429,7 @@ async def test_the_result_of_a_job_that_ends_in_an_outage_comes_behind_it(
                 server.kill()
                 await until(lambda: isolated._outages)
                 go.touch()
-                await until(lambda: not pens(process))  # it ended; its result waits
+                await asyncio.to_thread(says, process, "result_waits_for_redis")
                 server.start()
                 assert await asked == "done"
                 assert len(began.read_text().split()) == 1
