@@ -5,6 +5,7 @@ Every limit is met first by a program that would do no harm without it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -389,6 +390,8 @@ def test_program_ends_with_whoever_keeps_it_and_its_folder_goes_with_the_next() 
         run_program("pass", limits=SMALL, timeout_s=20.0)
         assert not [name for name in folders() if f"/{keeper}-" in name]
     finally:
+        with contextlib.suppress(ProcessLookupError, UnboundLocalError):
+            os.kill(pid, signal.SIGKILL)
         os.close(reader)
         os.close(writer)
 
