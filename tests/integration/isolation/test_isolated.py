@@ -100,6 +100,7 @@ async def test_a_queue_that_stays_away_is_a_retryable_fault(run_name: str) -> No
     assert (caught.value.detail, caught.value.retryable) == ("unreachable", True)
 
 
+@pytest.mark.slow
 async def test_a_judgement_waits_for_a_server_that_is_away_or_full_and_is_asked_for_again(
     run_name: str,
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_job_can_name_nothing_outside_the_closed_table(
     assert verifier.poll() is None
 
 
+@pytest.mark.slow
 def test_sigterm_ends_an_idle_verifier_with_success_and_an_outage_does_not() -> None:
     with DevServer() as server:
         process = start_verifier(server.url)

@@ -14,7 +14,7 @@ from worker.isolation import IsolatedFault
 
 from .parts import HANGS, Asker, asking, at_work, end, start_verifier
 
-pytestmark = [pytest.mark.xdist_group("verifier"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.xdist_group("verifier"), pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 class ByVerifier:
