@@ -18,7 +18,7 @@ from typing import Any
 import prometheus_client as prom
 
 from rollstream.errors import Status
-from rollstream.group import MemberView
+from rollstream.group import MemberHeader, MemberView
 
 ALL, DELIVERED = VIEWS = ("all", "delivered")
 OTHER = "other"
@@ -77,7 +77,7 @@ class OutcomeMetrics:
         self._tools = {outcome: tools.labels(outcome) for outcome in TOOL_OUTCOMES}
         self._troubles = {detail: troubles.labels(detail) for detail in REWARD_DETAILS}
         self._kept_lengths: dict[str, list[float]] = {view: [] for view in VIEWS}
-        self._sums: dict[tuple[str, str], list[float]] = {}
+        self._sums = {key: [0.0, 0.0, 0.0] for key in self._rewards}
         """Count, gained and lost since the last flush, by environment and view."""
         self._calls: Tally[str] = Tally()
         self._errors: Tally[str] = Tally()
@@ -90,21 +90,27 @@ class OutcomeMetrics:
             members: of the group.
             is_kept: its usable members go to the trainer.
         """
-        env = env if env in self._envs else OTHER
-        for member in members:
-            header = member.header
-            if header is None or header.status not in _JUDGED or not header.num_sampled:
-                continue
-            length = float(sum(leaf.response_length for leaf in header.leaves))
-            for view in VIEWS if is_kept and member.usable else (ALL,):
-                self._kept_lengths[view].append(length)
-                if member.reward is not None:
-                    self._add(env, view, max(-MOST, min(MOST, member.reward)))
+        if env not in self._envs:
+            if OTHER not in self._envs:
+                return
+            env = OTHER
+        judged = [m for m in members if m.header is not None and _is_judged(m.header)]
+        self._add(env, ALL, judged)
+        if is_kept:
+            self._add(env, DELIVERED, [member for member in judged if member.usable])
 
-    def _add(self, env: str, view: str, reward: float) -> None:
-        sums = self._sums.setdefault((env, view), [0.0, 0.0, 0.0])
-        sums[0] += 1
-        sums[1 if reward > 0 else 2] += abs(reward)
+    def _add(self, env: str, view: str, members: Sequence[MemberView]) -> None:
+        lengths, sums = self._kept_lengths[view], self._sums[env, view]
+        for member in members:
+            leaves = member.header.leaves if member.header is not None else ()
+            lengths.append(sum([leaf.response_length for leaf in leaves]))
+            reward = member.reward
+            if reward is not None:
+                sums[0] += 1
+                if reward > 0:
+                    sums[1] += min(MOST, reward)
+                else:
+                    sums[2] -= max(-MOST, reward)
 
     def reward_error(self, detail: str) -> None:
         """Count one verdict that could not be had."""
@@ -121,15 +127,22 @@ class OutcomeMetrics:
     def flush(self, observe: Observe) -> None:
         """Move what was accumulated to Prometheus; `observe` fills a histogram."""
         for key, sums in self._sums.items():
-            for child, value in zip(self._rewards.get(key, ()), sums, strict=False):
+            for child, value in zip(self._rewards[key], sums, strict=True):
                 child.inc(value)
-        self._sums.clear()
+            sums[:] = (0.0, 0.0, 0.0)
         for view, lengths in self._kept_lengths.items():
             observe(self._lengths[view], LENGTH_BUCKETS, lengths)
         for tally, children in ((self._calls, self._tools), (self._errors, self._troubles)):
             for label, count in tally.items():
                 children[label].inc(count)
             tally.clear()
+
+
+def _is_judged(header: MemberHeader) -> bool:
+    leaves = header.leaves
+    if len(leaves) == 1:  # nearly all are so, and this runs once for each
+        return leaves[0].num_sampled > 0 and leaves[0].status in _JUDGED
+    return header.num_sampled > 0 and header.status in _JUDGED
 
 
 def _count(value: Any) -> int:
