@@ -28,6 +28,12 @@ BLOCK_S = 0.5
 """Every blocking read is this short, so that closing never waits long."""
 _SOCKET_TIMEOUT_S = 5.0
 _RECONNECT_S = 0.25
+_QUIET_READS = 6
+"""Reads in a row without a result after which a worker that waits looks for verifiers: 3 s."""
+NOBODY = (
+    "no verifier runs here: rewards and tools that run isolated get no result and fail as lost; "
+    "start one (python -m worker.isolation.verifier) with the same redis.url and rq.url"
+)
 _SETTLE_S = 0.5
 """Behind an outage, results that were told meanwhile come first."""
 PATIENCE_S = 600.0
@@ -107,18 +113,21 @@ class Isolated:
         self._closing = False
         self._patience_s = patience_s
         self._outages = 0
-        self._is_away = False
+        self._is_away = self._is_unserved = False
         self.num_strays = 0
         """Results that came for a token nobody waits for."""
 
     async def check(self) -> None:
-        """Refuse a place for jobs that RQ cannot use; one that is away is waited for later.
+        """Refuse a place for jobs that RQ cannot use, and say where no verifier is there yet.
+
+        One that is away is waited for later.
 
         Raises:
             ConfigError: it is a cluster.
         """
         with contextlib.suppress(redis.RedisError, OSError):
             await in_thread(refuse_cluster, self._jobs, self._jobs_key)
+        await self._look_for_verifiers()
 
     async def call(self, job: str, payload: dict[str, Any], *, timeout_s: float) -> Any:
         """Return what the job returns for `payload`.
@@ -226,6 +235,19 @@ class Isolated:
             self._is_away = True
             log.warning("isolated_jobs_away", error=str(error))
 
+    async def _look_for_verifiers(self) -> None:
+        """Say once, until a result comes, that nobody serves: samples would wait for minutes."""
+        with contextlib.suppress(redis.RedisError, OSError):  # an outage is said elsewhere
+            is_served = self._is_unserved or await in_thread(self._is_served)
+            if not is_served and not self._is_unserved:
+                self._is_unserved = True
+                log.warning("no_verifier", queue=QUEUE, place=self._jobs_key, message=NOBODY)
+
+    def _is_served(self) -> bool:
+        # What a server that was killed left in the set has a key of its own that expires.
+        servers = self._jobs.smembers(f"rq:workers:{QUEUE}")
+        return bool(servers) and self._jobs.exists(*servers) > 0
+
     def _take_back(self, token: str) -> None:
         with contextlib.suppress(redis.RedisError, OSError):  # its time to live ends it then
             # Where a verifier has it already, it is the verifier's to clean up behind it.
@@ -259,6 +281,7 @@ class Isolated:
 
     async def _read(self) -> None:
         """Read results while anybody waits for one."""
+        quiet = 0
         while not self._closing:
             await self._wanted.wait()
             try:
@@ -270,8 +293,12 @@ class Isolated:
             if self._is_away:
                 self._is_away = False
                 self._aside(self._give_up_lost())
+            quiet = 0 if popped is not None else quiet + 1
             if popped is not None:
+                self._is_unserved = False
                 self._deliver(popped[1])
+            elif quiet % _QUIET_READS == 0 and self._waiting:
+                self._aside(self._look_for_verifiers())
             if not self._waiting and not self._closing:
                 self._wanted.clear()
 

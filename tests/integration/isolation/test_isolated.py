@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import redis
 from rq import Callback, Queue
+from structlog.testing import capture_logs
 
 from examples.devserver import DevServer, free_port
 from worker.isolation import IsolatedFault
@@ -90,6 +91,34 @@ async def test_a_job_that_nobody_runs_cannot_hang_the_worker(
         with redis.Redis.from_url(f"{valkey_url}/1") as client:  # taken back: no list grows
             await until(lambda: client.keys("rq:job:*") == [])
             assert client.llen(f"rq:queue:{QUEUE}") == 0
+
+
+async def test_a_worker_says_once_that_no_verifier_runs_long_before_its_jobs_are_lost(
+    valkey_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.isolation.client._QUIET_READS", 1)
+    url = f"{valkey_url}/2"
+    with redis.Redis.from_url(url) as client:  # one that was killed is still in RQ's set
+        client.sadd(f"rq:workers:{QUEUE}", "rq:worker:gone")
+    async with asking(url, run_name, timeout_s=60.0) as isolated:
+        with capture_logs() as logs:
+            asked = asyncio.create_task(isolated.judge("8", "8"))
+            await until(lambda: logs)
+            await isolated.check()
+            asked.cancel()
+    [said] = logs
+    assert (said["event"], said["log_level"]) == ("no_verifier", "warning")
+    assert "python -m worker.isolation.verifier" in said["message"]
+
+
+async def test_the_start_of_a_worker_says_nothing_of_verifiers_where_one_runs(
+    verifier: Any, valkey_url: str, run_name: str
+) -> None:
+    async with asking(valkey_url, run_name) as isolated:
+        assert await isolated.judge("8", "8") == 1.0
+        with capture_logs() as logs:
+            await isolated.check()
+    assert logs == []
 
 
 async def test_a_queue_that_stays_away_is_a_retryable_fault(run_name: str) -> None:
