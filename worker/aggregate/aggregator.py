@@ -149,6 +149,7 @@ class Aggregator:
             if entry.message_id in self._in_hand:  # we were frozen for longer than the idle time
                 continue
             log.info("group_taken_over", group=entry.group_index, deliveries=entry.deliveries)
+            self._in_hand.add(entry.message_id)  # kept while it waits for its turn, too
             is_suspect = self._judging.runs_user_code and entry.deliveries >= TRIES
             if is_suspect:
                 await self._settle(0)

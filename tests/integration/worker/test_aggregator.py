@@ -293,6 +293,46 @@ async def test_a_slow_filter_keeps_its_groups_from_being_taken_over(run: Run) ->
     assert sorted(judged) == [0, 1, 2]
 
 
+async def test_a_group_that_waits_to_be_judged_alone_is_not_taken_over(run: Run) -> None:
+    alone = ""
+    release, others = asyncio.Event(), asyncio.Event()
+
+    async def slow(group: GroupView) -> Keep:
+        if str(group.group_index) != alone:
+            others.set()
+            await release.wait()
+        return Keep()
+
+    options: dict[str, Any] = {"filters": (a_filter(slow),), "claim_idle_s": 0.6}
+    first = await full(run, 2, **options)
+    second = run.worker(**options)
+    # Two aggregators had this one: whoever takes it over judges it with nothing else in hand.
+    (left,) = await run.queue.read_full(CONSUMER, count=1, block_s=0)
+    (left,) = await run.queue.claim_full(CONSUMER, idle_s=0, count=1)
+    alone = left.group_index
+    tasks = [asyncio.create_task(first.aggregator.run())]
+    await others.wait()
+
+    async def is_taken_over() -> bool:
+        key, message = f"{run.queue.prefix}full", left.message_id
+        (at,) = await run.queue.client.xpending_range(key, "aggregators", message, message, 1)
+        return bool(at["times_delivered"] == TRIES)
+
+    await wait_until(is_taken_over, what="a takeover")
+    tasks.append(asyncio.create_task(second.aggregator.run()))
+    await asyncio.sleep(1.5)  # more than two idle times
+    release.set()
+
+    async def is_over() -> bool:
+        return (await run.queue.depths())["full"] == 0
+
+    await wait_until(is_over, what="verdicts")
+    for task in tasks:
+        task.cancel()
+    assert await run.drops() == {}
+    assert (await run.queue.depths())["ready"] == 2
+
+
 async def test_aggregators_at_once_judge_each_group_once(run: Run) -> None:
     judged: list[int] = []
 
