@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-import numpy as np
 import structlog
 
 from rollstream.errors import (
@@ -40,6 +39,7 @@ from ..types import Engine, GenerateInput, GenerateOutput, PromptIds, Renderer
 from .fidelity import Fidelity, Watch, WatchedEngine
 from .groups import GroupBook, new_sample
 from .parked import RESUMES, Parking, Unusable
+from .unedited import Sampled
 from .work import (
     MAX_ERROR_CHARS,
     Cause,
@@ -57,7 +57,6 @@ Finish = Callable[[Sample, GenerateOutput], Trajectory]
 """Checks what a generate function returned and fills in what it left out (`generate.finish`)."""
 
 _SCORED = (Status.COMPLETED, Status.TRUNCATED)
-_SAMPLED = ("tokens", "rollout_log_probs", "calls", "response_length")
 log = structlog.get_logger("worker")
 
 
@@ -224,35 +223,11 @@ class Rollout:
     async def _score(self, work: Work, env: EnvRuntime, trajectory: Trajectory) -> None:
         if env.scorer is None or worst_leaf(trajectory).status not in _SCORED:
             return
-        held = [(leaf, _sampled(leaf)) for leaf in leaves_of(trajectory)]
+        held = [(leaf, Sampled.of(leaf)) for leaf in leaves_of(trajectory)]
         with timed(work.spans, "reward"), boundary(RewardFault):
             await env.scorer.score(trajectory, work.group.group)
             for leaf, sampled in held:
-                _check_unchanged(leaf, sampled)
-
-
-def _sampled(leaf: Sample) -> tuple[object, ...]:
-    """Return what of a sample nobody may replace any more; the arrays themselves are read-only."""
-    return leaf.tokens, leaf.rollout_log_probs, leaf.calls, leaf.response_length
-
-
-def _check_unchanged(leaf: Sample, sampled: tuple[object, ...]) -> None:
-    """Check that a reward judged and did not edit: what was checked is what will be trained.
-
-    Raises:
-        RewardFault: other tokens, log-probs or calls, or a mask of other numbers than 0 and 1.
-        ContractError: a mask that does not fit.
-    """
-    for name, was, now in zip(_SAMPLED, sampled, _sampled(leaf), strict=True):
-        if now is not was and (name != "response_length" or now != was):
-            raise RewardFault(
-                f"the reward replaced {name}; it may narrow loss_mask or set remove_sample",
-                detail="invalid",
-            )
-    leaf.validate()
-    if leaf.loss_mask is not None and np.max(leaf.loss_mask, initial=0) > 1:
-        raise RewardFault("the reward left a loss_mask of other numbers than 0 and 1",
-                          detail="invalid")  # fmt: skip
+                sampled.check(leaf)
 
 
 def _begins_anew(work: Work, why: str) -> Ending:

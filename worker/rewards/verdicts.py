@@ -85,8 +85,12 @@ def one_of(values: Mapping[str, Any], key: str | None, names: tuple[str, ...]) -
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value is a finite number that a float holds, and no truth value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    with contextlib.suppress(OverflowError):
+        return math.isfinite(value)
+    return False
 
 
 def _plain(value: Any, name: str, depth: int) -> Any:

@@ -88,6 +88,7 @@ async def test_remote_takes_numbers_and_objects(answer: Any, key: str | None, re
         (lambda: {"score": "high"}, "invalid", 1),
         (lambda: [1.0], "invalid", 1),
         (lambda: web.Response(text='{"score": NaN}'), "invalid", 1),
+        (lambda: web.Response(text="1" + "0" * 400), "invalid", 1),
         (lambda: web.Response(text="<html>"), "invalid", 3),
         (lambda: web.Response(status=200), "invalid", 3),
         (lambda: {"error": "the judge sleeps"}, "unavailable", 3),

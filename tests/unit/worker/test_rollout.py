@@ -277,12 +277,35 @@ def widens(sample: Sample) -> None:
     sample.loss_mask = np.ones(len(sample.tokens), np.uint8)
 
 
+def halves(sample: Sample) -> None:
+    sample.loss_mask = np.full(sample.response_length, 0.5)  # type: ignore[assignment]  # that is it
+
+
+def moves_a_call(sample: Sample) -> None:
+    sample.calls[0].start += 1
+
+
+def renames_a_version(sample: Sample) -> None:
+    sample.calls[0].versions[0] = (7, 3, 5)
+
+
+def clears(sample: Sample) -> None:
+    sample.calls.clear()
+
+
+def renumbers(sample: Sample) -> None:
+    sample.index = 99
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (cut, "replaced tokens"), (scaled, "replaced rollout_log_probs"),
         (forgets, "replaced calls"), (shortens, "replaced response_length"),
+        (moves_a_call, "replaced calls"), (renames_a_version, "replaced calls"),
+        (clears, "replaced calls"), (renumbers, "replaced index"),
         (weighs, "other numbers than 0 and 1"), (widens, "loss_mask has 5 entries"),
+        (halves, "other numbers than 0 and 1"),
     ],
 )  # fmt: skip
 async def test_a_reward_that_edits_what_it_judges_is_a_reward_error(
@@ -306,6 +329,22 @@ async def test_a_reward_may_narrow_the_mask() -> None:
     mask = leaves_of(ending.trajectory)[0].loss_mask
     assert mask is not None
     assert mask.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("mask", [[1, 1], None])
+async def test_a_reward_may_not_train_what_was_masked(mask: list[int] | None) -> None:
+    async def masked(given: GenerateInput) -> GenerateOutput:
+        sample = answer(given)
+        sample.loss_mask = np.array([0, 1], np.uint8)
+        return GenerateOutput(sample)
+
+    def unmasks(trajectory: Trajectory) -> None:
+        sample = leaves_of(trajectory)[0]
+        sample.loss_mask = None if mask is None else np.array(mask, np.uint8)
+
+    ending, _ = await run_one(masked, scorer=Score(unmasks))
+    assert ending.stop_reason is StopReason.REWARD_ERROR
+    assert "widened loss_mask" in ending.error
 
 
 async def test_a_reward_that_raises_is_a_reward_error_and_never_reward_zero() -> None:
