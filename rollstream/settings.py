@@ -215,7 +215,7 @@ class RewardTable(Table):
     group: str = ""
     """A function over all samples of a group, `pkg.module:name` or `PATH.py:name`, that scores
     those which have no reward yet; needs `kind = "none"`. The aggregator calls it, before the
-    filters (docs/filters.md)."""
+    filters (docs/rewards.md)."""
     isolated: tuple[str, ...] = ("math_verify", "code")
     """Rewards that run in a process of their own, through the verifier: built-in names, and paths
     of functions of yours."""

@@ -86,9 +86,28 @@ async def test_a_function_of_ones_own_sees_the_final_text(qwen3: Any) -> None:
 
 async def test_a_sync_function_may_answer_a_dictionary(qwen3: Any) -> None:
     sample = replied(qwen3, "x")
-    reward = await reward_of(scorer_of(qwen3, f"{MINE}:reward_of_both"), sample)
+    scorer = scorer_of(qwen3, f"{MINE}:reward_of_both", key="accuracy")
+    reward = await reward_of(scorer, sample)
     assert reward == {"accuracy": True, "length": sample.response_length, "note": "fine"}
     encode_header(sample)
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (None, "reward.key does not say which counts"),
+        ("accurracy", "'accurracy' is no number of it"),
+        ("note", "'note' is no number of it"),
+    ],
+)
+async def test_a_dictionary_without_its_entry_says_what_it_has_and_what_to_set(
+    key: str | None, why: str, qwen3: Any
+) -> None:
+    sample = replied(qwen3, "x")
+    with pytest.raises(RewardFault, match=f"accuracy, length, note, and {why}; set") as caught:
+        await reward_of(scorer_of(qwen3, f"{MINE}:reward_of_both", key=key), sample)
+    assert (caught.value.detail, caught.value.retryable) == ("invalid", False)
+    assert sample.reward is None
 
 
 def write(folder: Path, body: str) -> str:
@@ -118,7 +137,7 @@ async def test_verdicts_become_plain_numbers_and_none_stays_none(
     body: str, reward: Any, tmp_path: Path, qwen3: Any
 ) -> None:
     sample = replied(qwen3, "x")
-    assert await reward_of(scorer_of(qwen3, write(tmp_path, body)), sample) == reward
+    assert await reward_of(scorer_of(qwen3, write(tmp_path, body), key="a"), sample) == reward
     assert type(sample.reward) is type(reward)
     encode_header(sample)
 
