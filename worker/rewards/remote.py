@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import math
+import reprlib
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _LONG_CHARS = 1 << 18
 """A longer response is encoded in a thread."""
 _BUSY = frozenset({408, 425, 429})
 _NAMES = ("reward", "score")
+_SHOWN = reprlib.Repr()
+"""Shows the beginning of an answer without a walk through all of it."""
 _ONES_DOING = frozenset({Detail.RAISED, Detail.REFUSED, Detail.INVALID, Detail.TOO_LARGE})
 """What one sample may have done to a request that it shared."""
 
@@ -291,7 +294,7 @@ class Remote:
             return reward
         raise no_verdict(
             Detail.INVALID,
-            f"{self._url} answered {json.dumps(answer)[:200]}; a number, null, or an object with "
+            f"{self._url} answered {_SHOWN.repr(answer)}; a number, null, or an object with "
             "'reward', 'score' or reward.key was expected",
         )
 

@@ -36,8 +36,8 @@ def checked(reward: Any, name: str) -> Reward:
         return reward
     try:
         if isinstance(reward, dict):
-            return _small(_plain(reward, name, MAX_DEPTH), name)
-        value = _plain(reward, name, MAX_DEPTH)
+            return _small(_Plain(name).of(reward, MAX_DEPTH), name)
+        value = None if isinstance(reward, list | tuple) else _Plain(name).of(reward, 0)
     except RewardFault:
         raise
     except Exception as error:  # noqa: BLE001 - a value's own methods may raise anything
@@ -58,11 +58,15 @@ def checked(reward: Any, name: str) -> Reward:
 def _small(reward: dict[str, Any], name: str) -> dict[str, Any]:
     # It lies in the header of its member, which every filter and view reads.
     if len(msgpack.packb(reward)) > MAX_REWARD_BYTES:
-        raise no_verdict(
-            Detail.TOO_LARGE,
-            f"the reward {name} returned a dictionary of more than {MAX_REWARD_BYTES} bytes",
-        )
+        raise _too_large(name)
     return reward
+
+
+def _too_large(name: str) -> RewardFault:
+    return no_verdict(
+        Detail.TOO_LARGE,
+        f"the reward {name} returned a dictionary of more than {MAX_REWARD_BYTES} bytes",
+    )
 
 
 def one_of(values: Mapping[str, Any], key: str | None, names: tuple[str, ...]) -> Any:
@@ -93,19 +97,33 @@ def is_number(value: Any) -> bool:
     return False
 
 
-def _plain(value: Any, name: str, depth: int) -> Any:
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's scalars
-        value = value.item()
-    if value is None or isinstance(value, str | bool | float):
-        return value
-    if isinstance(value, int) and abs(value) < 1 << 63:
-        return value
-    if depth > 0 and isinstance(value, list | tuple):
-        return [_plain(item, name, depth - 1) for item in value]
-    if depth > 0 and isinstance(value, dict):
-        return {str(key): _plain(item, name, depth - 1) for key, item in value.items()}
-    raise no_verdict(
-        Detail.INVALID,
-        f"the reward {name} returned a value of type {type(value).__name__}, which cannot be "
-        f"stored; use numbers and text, at most {MAX_DEPTH} deep",
-    )
+class _Plain:
+    """Makes one reward plain, as far as it can be small enough: the loop waits for this."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._left = name, MAX_REWARD_BYTES
+
+    def of(self, value: Any, depth: int) -> Any:
+        """Return a value of it as plain numbers, text, lists and dictionaries.
+
+        Raises:
+            RewardFault: it cannot be stored; each value takes a byte at least.
+        """
+        self._left -= 1 + (len(value) if isinstance(value, str) else 0)
+        if self._left < 0:
+            raise _too_large(self._name)
+        if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's scalars
+            value = value.item()
+        if value is None or isinstance(value, str | bool | float):
+            return value
+        if isinstance(value, int) and abs(value) < 1 << 63:
+            return value
+        if depth > 0 and isinstance(value, list | tuple):
+            return [self.of(item, depth - 1) for item in value]
+        if depth > 0 and isinstance(value, dict):
+            return {str(key): self.of(item, depth - 1) for key, item in value.items()}
+        raise no_verdict(
+            Detail.INVALID,
+            f"the reward {self._name} returned a value of type {type(value).__name__}, which "
+            f"cannot be stored; use numbers and text, at most {MAX_DEPTH} deep",
+        )
