@@ -171,6 +171,7 @@ def test_unreachable_redis_is_named_with_its_setting(run: Run, app: str) -> None
     assert "redis.url" in error
 
 
+@pytest.mark.slow
 def test_unreachable_engine_is_named_and_leases_nothing(enqueued: Run) -> None:
     code, error = enqueued.fails("worker")
     assert code == EXIT_UNREACHABLE
@@ -202,6 +203,7 @@ def test_wrong_tokenizer_is_named_with_its_setting(
     assert "model.tokenizer" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "what"), [("worker.tools", "tool"), ("reward.kind", "reward"), ("worker.generate", "")]
 )

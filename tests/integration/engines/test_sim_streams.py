@@ -169,7 +169,7 @@ async def test_what_sglang_refuses_in_a_stream_is_an_event_but_for_its_contract(
 
 
 # --- bytes ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("num", [1024, 8192])
+@pytest.mark.parametrize("num", [1024, pytest.param(8192, marks=pytest.mark.slow)])
 async def test_a_cumulative_stream_at_our_pace_is_at_most_20_times_its_reply(
     num: int, vocabulary: Path
 ) -> None:

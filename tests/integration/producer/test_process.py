@@ -58,6 +58,7 @@ def started(*arguments: str | Path, **pipes: int) -> Iterator[subprocess.Popen[s
             process.stderr.close()
 
 
+@pytest.mark.slow
 async def test_producer_killed_at_any_moment_loses_nothing_and_doubles_nothing(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def train(url: str, run: str) -> list[int]:
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("harass", [cut_connections, forget_scripts])
 async def test_every_group_is_trained_once_while_the_server(

@@ -52,6 +52,7 @@ def close_to_others(server: DevServer) -> None:
         client.execute_command("ACL SETUSER", "default", "off")
 
 
+@pytest.mark.slow
 async def test_producer_worker_and_trainer_need_no_more_than_the_documented_user(
     server: DevServer, run_name: str, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_engines_and_the_server_of_jobs_are_asked_with_a_configuration(
     assert main(["doctor", "--config", str(tmp_path / "none.toml")]) == 2
 
 
+@pytest.mark.slow
 def test_producer_worker_and_trainer_warn_at_start_and_go_on(
     unfit: DevServer, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

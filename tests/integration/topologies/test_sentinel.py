@@ -69,9 +69,10 @@ class Trainer(threading.Thread):
             self.error = error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stops",
-    [(10,), pytest.param((10, 30), marks=(pytest.mark.slow, pytest.mark.timeout(90)))],
+    [(10,), pytest.param((10, 30), marks=pytest.mark.timeout(90))],
     ids=["once", "twice"],
 )
 async def test_producer_worker_and_trainer_go_on_after_the_master_was_killed(

@@ -130,6 +130,7 @@ def produce(folder: Path, url: str, run: str, *argv: str) -> tuple[int, str]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_other_data_under_an_old_name_is_refused_unless_the_producer_begins_fresh(
     old: Old, valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_other_data_under_an_old_name_is_refused_unless_the_producer_begins_fres
     assert old.queue.call(calls.audit(deep=True)).problems == []
 
 
+@pytest.mark.slow
 def test_fresh_leaves_a_run_in_use_unless_it_is_forced(
     old: Old, valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:
@@ -231,6 +233,7 @@ def test_a_removal_that_was_interrupted_is_refused_by_name_and_can_be_repeated(
 
 
 # --- another layout -------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_run_of_another_layout_is_refused_by_everybody_and_left_as_it_is(
     old: Old, valkey_url: str, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

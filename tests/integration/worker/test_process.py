@@ -127,6 +127,7 @@ async def test_sigterm_gives_back_what_runs_without_charging_it_and_says_goodbye
         await run.audit()
 
 
+@pytest.mark.slow
 async def test_sigterm_parks_what_runs_where_samples_may_go_on_elsewhere(
     run: Run, options: Options, tmp_path: Path, vocabulary: Path
 ) -> None:
@@ -200,6 +201,7 @@ async def test_a_worker_charges_nobody_for_an_engine_that_is_away(
     assert await run.counter("attempts") == 0
 
 
+@pytest.mark.slow
 async def test_a_worker_waits_for_its_run_and_ends_with_it(
     valkey_url: str, run_name: str, options: Options, tmp_path: Path
 ) -> None:
@@ -211,6 +213,7 @@ async def test_a_worker_waits_for_its_run_and_ends_with_it(
     assert code == 0, one.log.read_text()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_starts_in_a_pause_asks_the_runs_engines_for_no_token_before_its_end(
     run: Run, valkey_url: str, options: Options, tmp_path: Path, vocabulary: Path
 ) -> None:
@@ -240,6 +243,7 @@ async def test_a_worker_that_starts_in_a_pause_asks_the_runs_engines_for_no_toke
         engine.kill()
 
 
+@pytest.mark.slow
 async def test_questions_to_an_engine_that_joins_are_stopped_by_a_pause_as_calls_are(
     run: Run, options: Options, tmp_path: Path
 ) -> None:
@@ -295,6 +299,7 @@ async def test_a_worker_says_once_at_start_which_tools_its_model_is_not_told_of(
     assert "calculator" in lines[0]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_told_to_end_while_it_starts_has_not_failed(
     run: Run, options: Options, tmp_path: Path
 ) -> None:
