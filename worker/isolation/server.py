@@ -157,7 +157,10 @@ class Server:
             ValueError: always; RQ keeps its text.
         """
         known = ", ".join(sorted(self.table))
-        text = f"no job is called {name[:80]!r}; this verifier knows {known}"
+        text = (
+            f"no job is called {name[:80]!r}; this verifier knows {known}. A function of yours has "
+            "to stand in reward.isolated of the verifier's own configuration"
+        )
         with contextlib.suppress(KeyError, ValueError):  # nobody can be told
             message = failure(str(given["token"]), text, "invalid")
             self.inboxes.push(str(given["run"]), str(given["inbox"]), message)

@@ -85,6 +85,7 @@ async def test_a_job_that_is_not_in_the_verifiers_own_table_is_told_at_once(
         for job in ("os.system", f"{HERE}:_escape", "os:getcwd", "code.py:x", ""):
             with pytest.raises(IsolatedFault, match="no job is called") as caught:
                 await isolated.call(job, {}, timeout_s=60)
+            assert "reward.isolated of the verifier's own configuration" in caught.value.message
             assert (caught.value.detail, caught.value.retryable) == ("invalid", False)
 
 
