@@ -141,6 +141,8 @@ class Case:
     ) -> None:
         self._queue, self._link, self._env, self._prompt = queue, link, env, prompt
         self._stored = stored
+        self._full: StoredGroup | None = None
+        """With its bodies, once they were asked for."""
         self._trajectories: list[Trajectory | None] | None = None
         self._headers: dict[int, bytes] = {}
         self._details: dict[int, str] = {}
@@ -189,6 +191,7 @@ class Case:
             answers = await reward.score([self._trajectory_of(member) for member in asked])
             for member, scored in zip(asked, answers, strict=True):
                 self._give(member, scored)
+            self._trajectories = None  # the function may have written into them
         headers = [
             self._headers.get(member, raw) for member, raw in enumerate(self._stored.headers)
         ]
@@ -205,7 +208,7 @@ class Case:
     def _give(self, member: MemberView, scored: Reward | RewardFault) -> None:
         raw, place = self._stored.headers[member.member], member.member
         own = _own_reward(member)
-        if raw is None or member.trajectory is None or (own is not None and not _lacks(member)):
+        if raw is None or (own is not None and not _lacks(member)):
             return
         # What a leaf brought along is the whole trajectory's: never overwritten.
         reward, cause = own, ""
@@ -216,30 +219,41 @@ class Case:
             else:
                 reward = scored
         self._headers[place] = rewarded_header(raw, reward, cause)
-        for sample in _leaves(member.trajectory):
-            sample.reward = reward if sample.reward is None else sample.reward
 
     # --- bodies ----------------------------------------------------------------------------------
     async def _fill(self, view: GroupView) -> None:
         """Give the members of a view their trajectories."""
         if self._trajectories is None:
-            self._trajectories = await self._read()
+            self._trajectories = await self._decoded(view)
         for member, trajectory in zip(view.members, self._trajectories, strict=True):
             member.trajectory = trajectory
 
-    async def _read(self) -> list[Trajectory | None]:
-        stored, prompt = self._stored, self._prompt
+    async def _decoded(self, view: GroupView) -> list[Trajectory | None]:
+        """Return each member's trajectory, with the reward that its header says."""
+        prompt, is_masking = self._prompt, self._env.rule.on_truncated == "mask"
         if prompt is None:
-            raise WireError(f"group {stored.group_index} has no prompt record")
+            raise WireError(f"group {self._stored.group_index} has no prompt record")
+        if self._full is None:
+            self._full = await self._read()
+        full = self._full
+        if sum(len(part or b"") for part in (*full.bodies, *full.texts)) > LARGE_BYTES:
+            found = await in_thread(_decoded, full, prompt, is_masking)
+        else:
+            found = _decoded(full, prompt, is_masking)
+        for member, trajectory in zip(view.members, found, strict=True):
+            if member.header is not None and trajectory is not None:
+                for sample, leaf in zip(_leaves(trajectory), member.header.leaves, strict=False):
+                    sample.reward = leaf.reward
+        return found
+
+    async def _read(self) -> StoredGroup:
+        stored = self._stored
         ids = [(stored.group_index, stored.n)]
         (full,) = await self._link.answered(lambda: self._queue.groups(ids, text=True))
         # Their state is read behind the bodies.
         if (full.state, full.full_id) != (stored.state, stored.full_id):
             raise MovedOn
-        is_masking = self._env.rule.on_truncated == "mask"
-        if sum(len(part or b"") for part in (*full.bodies, *full.texts)) > LARGE_BYTES:
-            return await in_thread(_decoded, full, prompt, is_masking)
-        return _decoded(full, prompt, is_masking)
+        return full
 
 
 def _decoded(full: StoredGroup, prompt: PromptGroup, is_masking: bool) -> list[Trajectory | None]:

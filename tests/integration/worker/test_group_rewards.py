@@ -270,6 +270,31 @@ async def test_a_filter_that_asks_for_bodies_sees_the_rewards_of_the_group(run: 
     assert seen == [0.0, 1.0]
 
 
+async def test_what_a_group_reward_writes_into_its_samples_goes_nowhere(run: Run) -> None:
+    seen: list[Any] = []
+
+    class Writes(Judge):
+        async def __call__(self, samples: list[Trajectory]) -> list[float]:
+            for leaves in samples:
+                assert isinstance(leaves, list)
+                leaves[0].reward, leaves[0].label, leaves[0].response_length = 5.0, "9", 0
+                del leaves[1:]
+            return [0.0, 1.0]
+
+    def looks(group: GroupView) -> Keep:
+        for member in group.members:
+            assert isinstance(member.trajectory, list)
+            seen.append([(s.reward, s.label, s.response_length) for s in member.trajectory])
+        return Keep()
+
+    await run.enqueue(0, 2, label="8")
+    filters = (LoadedFilter("mine.py:g", looks, built_in=False, needs="bodies"),)
+    start(run, Writes(), None, leaves=2, filters=filters)
+    batch = await delivered(run)
+    assert seen == [[(0.0, "8", 2)] * 2, [(1.0, "8", 2)] * 2]
+    assert [(s.reward, s.label, s.response_length) for s in batch.flat()] == seen[0] + seen[1]
+
+
 async def test_a_group_reward_that_hangs_delays_no_other_group(run: Run) -> None:
     release, hanging = asyncio.Event(), asyncio.Event()
 
