@@ -18,11 +18,12 @@ import redis
 from rq import Callback, Queue
 from structlog.testing import capture_logs
 
+from benchmarks.verify import FORK_BOMB, SWALLOWS
 from examples.devserver import DevServer, free_port
 from worker.isolation import IsolatedFault
 from worker.isolation.messages import QUEUE, result
 
-from .parts import HANGS, asking, at_work, end, pens, start_verifier, until
+from .parts import HANGS, asking, at_work, below, end, pens, servers, start_verifier, until
 
 pytestmark = pytest.mark.xdist_group("verifier")
 
@@ -49,6 +50,26 @@ async def test_right_and_wrong_answers_are_judged_and_no_key_is_left(
     with redis.Redis.from_url(valkey_url) as client:
         assert client.keys(f"rs:{{{run_name}}}*") == []
         await until(lambda: not client.keys("rq:job:0123456789ab*"))
+
+
+async def test_hostile_programs_are_ended_by_a_real_verifier_and_nothing_of_them_is_left(
+    verifier: subprocess.Popen[str], valkey_url: str, run_name: str
+) -> None:
+    ends = {
+        FORK_BOMB: (0.4, ("timed out", "processes")),
+        "while True: pass": (0.4, ("timed out",)),
+        SWALLOWS: (0.4, ("timed out",)),
+        "x = bytearray(10 << 30)": (10.0, ("MemoryError",)),
+        "import ctypes; ctypes.string_at(0)": (10.0, ("SIGSEGV",)),
+    }
+    async with asking(valkey_url, run_name) as isolated:
+        for program, (timeout_s, expected) in ends.items():
+            payload = {"code": program, "timeout_s": timeout_s}
+            told = await isolated.call("python", payload, timeout_s=20.0)
+            assert any(how in told["ending"] + told["stderr"] for how in expected), (program, told)
+        assert await isolated.judge("8", "8") == 1.0
+    # One server and the process of its jobs.
+    await until(lambda: len(servers(verifier)) == 1 and len(below(verifier.pid)) == 2)
 
 
 async def test_a_judge_that_hangs_is_killed_at_its_timeout_and_the_next_one_runs(
@@ -224,7 +245,6 @@ def test_a_job_can_name_nothing_outside_the_closed_table(
     assert verifier.poll() is None
 
 
-@pytest.mark.slow
 def test_sigterm_ends_an_idle_verifier_with_success_and_an_outage_does_not() -> None:
     with DevServer() as server:
         process = start_verifier(server.url)
