@@ -62,7 +62,12 @@ class GroupReward:
             answered: list[Any] = await self._ask_again(lambda _: self._ask(trajectories))
         except RewardFault as fault:
             return [fault] * len(trajectories)
-        return [self._one(value) for value in answered]
+        scored: list[Scored] = []
+        for value in answered:
+            if isinstance(value, dict):
+                await asyncio.sleep(0)  # one of 64 KB takes milliseconds, and a group has thousands
+            scored.append(self._one(value))
+        return scored
 
     async def _ask(self, trajectories: Sequence[Trajectory]) -> list[Any]:
         """Call the function once, with a list of its own.

@@ -34,7 +34,7 @@ from .judge import KEEP, EnvJudge, FilterError, FilterHung, Verdict, judge, view
 
 TRIES = 3
 LARGE_BYTES = 1 << 20
-"""Bodies and texts of one group that together are larger are read in a thread."""
+"""Bodies and texts of one group, or its headers, that together are larger are read in a thread."""
 MAX_CAUSE_CHARS = 1000
 """Of why there is no reward, kept with each member."""
 MISSING = "missing"
@@ -159,23 +159,26 @@ class Case:
         env = self._env
         # Until the group's reward was asked, nobody lacks one.
         rule = env.rule if self._is_scored else replace(env.rule, needs_reward=False)
-        view = self._view_by(replace(env, rule=rule))
+        view = await self._view_by(replace(env, rule=rule))
 
         async def bodies() -> None:
             await self._fill(view)
 
         async def score() -> None:
             await self._score(view)
-            view.members[:] = self._view_by(env).members
+            view.members[:] = (await self._view_by(env)).members
 
         verdict = await judge(
             view, env, self._stored.why, bodies, None if self._is_scored else score
         )
         return Judgement(env.name, verdict, view, self._headers, self._details)
 
-    def _view_by(self, env: EnvJudge) -> GroupView:
+    async def _view_by(self, env: EnvJudge) -> GroupView:
         metadata = self._prompt.metadata if self._prompt is not None else {}
-        view = view_of(self._stored, env, metadata)
+        if sum(len(raw or b"") for raw in self._stored.headers) > LARGE_BYTES:
+            view = await in_thread(view_of, self._stored, env, metadata)
+        else:
+            view = view_of(self._stored, env, metadata)
         if self._trajectories is not None:
             for member, trajectory in zip(view.members, self._trajectories, strict=True):
                 member.trajectory = trajectory

@@ -502,4 +502,4 @@ async def test_a_large_group_is_read_in_a_thread_and_scored_alike(
     await run.enqueue(0, 2)
     start(run, Judge(), None)
     assert (await delivered(run)).to_arrays()["reward"].tolist() == [0.0, 1.0]
-    assert threads == ["_decoded"]
+    assert threads == ["view_of", "_decoded", "view_of"]

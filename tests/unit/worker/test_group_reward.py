@@ -245,3 +245,22 @@ def test_a_group_reward_is_found_by_its_path_or_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="group reward") as caught:
             load_group_reward(RewardTable(kind="none", group=f"{file}:{wrong}"))
         assert says in str(caught.value)
+
+
+async def test_others_have_the_loop_between_the_rewards_of_a_large_group() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def large(samples: list[Trajectory]) -> list[Any]:
+        return [{"score": 1.0, "per_token": [0.5] * 1000}] * len(samples)
+
+    beside = asyncio.create_task(others())
+    scored = await GroupReward("mine.py:f", large).score([a_sample()] * 64)
+    beside.cancel()
+    assert len(scored) == 64
+    assert turns >= 64
