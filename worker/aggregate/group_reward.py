@@ -64,7 +64,7 @@ class GroupReward:
             return [fault] * len(trajectories)
         scored: list[Scored] = []
         for value in answered:
-            if isinstance(value, dict):
+            if issubclass(type(value), dict):
                 await asyncio.sleep(0)  # one of 64 KB takes milliseconds, and a group has thousands
             scored.append(self._one(value))
         return scored
@@ -78,9 +78,10 @@ class GroupReward:
         answer = await called(
             self._function, self.name, self._timeout_s, list(trajectories), may_pass=True
         )
-        is_row = isinstance(answer, list | tuple)
-        if not is_row and not (isinstance(answer, np.ndarray) and answer.ndim == 1):
-            what = f"{type(answer).__name__}; it must return a list with a reward for each sample"
+        if type(answer) not in (list, tuple):  # one of its own kind may do anything as it is read
+            answer = await called(_listed, self.name, self._timeout_s, answer, may_pass=True)
+        if isinstance(answer, str):
+            what = f"{answer}; it must return a list with a reward for each sample"
         elif len(answer) != len(trajectories):
             what = f"{len(answer)} rewards for {len(trajectories)} samples"
         else:
@@ -93,6 +94,14 @@ class GroupReward:
             return checked(value, self.name)
         except RewardFault as fault:
             return fault
+
+
+def _listed(answer: Any) -> list[Any] | str:
+    """Return what a function answered as a list; where it is no row of values, its type."""
+    is_row = isinstance(answer, list | tuple)
+    if is_row or (isinstance(answer, np.ndarray) and answer.ndim == 1):
+        return list(answer)
+    return type(answer).__name__
 
 
 def load_group_reward(table: RewardTable) -> GroupReward | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,27 @@ async def test_an_answer_that_is_no_row_of_rewards_is_invalid_for_every_member(a
 @pytest.mark.parametrize("answer", [(1.0,) * N, np.ones(N), np.ones(N, dtype=bool)])
 async def test_a_tuple_and_an_array_are_rows_of_rewards_too(answer: Any) -> None:
     assert await scored(lambda samples: answer) == [1.0] * N
+
+
+class Shorter(list[float]):
+    """A list that says a length and has another."""
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([1.0])
+
+
+class Unreadable(list[float]):
+    """A list that breaks whoever reads it."""
+
+    def __iter__(self) -> Iterator[float]:
+        raise KeyError("gone")
+
+
+@pytest.mark.parametrize(("kind", "detail"), [(Shorter, "invalid"), (Unreadable, "raised")])
+async def test_a_row_of_its_own_kind_is_read_as_the_users_code_that_it_is(
+    kind: type[list[float]], detail: str
+) -> None:
+    assert await scored(lambda samples: kind([1.0] * N)) == [detail] * N
 
 
 def raising(error: BaseException) -> Callable[[list[Trajectory]], Any]:
