@@ -8,13 +8,15 @@ other filters over the usable ones; the first that drops gives the reason, and t
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollstream.errors import DropReason, MemberReason, Status
-from rollstream.group import Drop, EnvRule, GroupView, Keep, judge_member
+from rollstream.group import Drop, EnvRule, GroupView, Keep, MemberView, judge_member
 from rollstream.queue.reads import StoredGroup
 from rollstream.wire import decode_header
 
@@ -146,7 +148,8 @@ async def _ask(one: LoadedFilter, view: GroupView, timeout_s: float) -> Verdict:
         if one.built_in:
             answer = one.function(view)
         else:
-            answer = await run_bounded(one.function, view, timeout_s=timeout_s)
+            # A copy: what it writes into it (by mistake, or late) is nobody's verdict or figure.
+            answer = await run_bounded(one.function, own_copy(view), timeout_s=timeout_s)
     except Overdue:
         raise FilterHung(f"filter {one.name}: no answer within {timeout_s:g} s") from None
     except Exception as error:
@@ -160,6 +163,27 @@ async def _ask(one: LoadedFilter, view: GroupView, timeout_s: float) -> Verdict:
         return Verdict(DropReason(answer.reason), answer.detail)
     detail = f"{answer.reason}: {answer.detail}" if answer.detail else str(answer.reason)
     return Verdict(DropReason.CUSTOM, detail)
+
+
+def own_copy(view: GroupView) -> GroupView:
+    """Return a view that may be written into; arrays are shared, and read-only."""
+    members = [_copy_of(member) for member in view.members]
+    return dataclasses.replace(view, members=members, metadata=copy.deepcopy(view.metadata))
+
+
+def _copy_of(member: MemberView) -> MemberView:
+    mine = copy.copy(member)
+    if mine.header is not None:
+        leaves = [copy.copy(leaf) for leaf in mine.header.leaves]
+        for leaf in leaves:
+            leaf.reward = copy.deepcopy(leaf.reward)
+        mine.header = dataclasses.replace(mine.header, leaves=leaves)
+    mine.missing = copy.copy(mine.missing)
+    if isinstance(mine.trajectory, list):
+        mine.trajectory = [copy.copy(leaf) for leaf in mine.trajectory]
+    else:
+        mine.trajectory = copy.copy(mine.trajectory)
+    return mine
 
 
 def _who_is_missing(view: GroupView, needed: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.errors import ConfigError, DropReason, StopReason
 from rollstream.group import Drop, GroupView, Keep
-from worker.aggregate.judge import EnvJudge, FilterError, Verdict, judge
+from worker.aggregate.judge import EnvJudge, FilterError, Verdict, judge, own_copy
 from worker.aggregate.loader import LoadedFilter, load_filters
 
 from .views import DEADLINE, header, leaf, rewarded, view
@@ -121,6 +121,26 @@ async def test_judge_runs_an_async_filter_of_the_users() -> None:
         return Keep() if len(group.usable) == 2 else Drop("odd")
 
     assert await judged(rewarded(1.0, 0.0), a_filter(slowly)) == Verdict()
+
+
+async def test_judge_gives_a_users_filter_a_copy_that_it_may_write_into() -> None:
+    group = view([header(leaf({"score": 1.0})), header(leaf({"score": 0.0}))], reward_key="score")
+    group.metadata["of"] = {"row": 1}
+    untouched = own_copy(group)
+
+    def spoils(given: GroupView) -> Keep:
+        assert given.rewards == [1.0, 0.0]
+        first = given.members[0]
+        assert first.header is not None
+        first.reward = "x"  # type: ignore[assignment]
+        first.header.leaves[0].reward["score"] = 9.0  # type: ignore[index]
+        first.header.leaves.clear()
+        given.metadata["of"]["row"] = 2
+        given.members = None  # type: ignore[assignment]
+        return Keep()
+
+    assert await judged(group, a_filter(spoils), a_filter(spoils)) == Verdict()
+    assert group == untouched
 
 
 async def test_judge_fetches_bodies_once_and_only_for_a_filter_that_needs_them() -> None:
