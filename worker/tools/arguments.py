@@ -97,7 +97,15 @@ def _validator_of(schema: Schema, what: str) -> Any:
         raise ConfigError(
             f"{what}: function.parameters of its spec is no JSON schema: {describe(error)}"
         ) from None
-    _check_references(schema, what)
+    try:
+        _check_references(schema, what)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - an old draft's form that the library cannot read
+        raise ConfigError(
+            f"{what}: the references of its schema cannot be read: {describe(error)}; write it in "
+            "Draft 2020-12"
+        ) from None
     bounded = kind.TYPE_CHECKER.redefine_many({"number": _is_number, "integer": _is_integer})
     # An empty registry: what is not in the schema itself is not fetched from anywhere.
     return extend(kind, type_checker=bounded)(schema, registry=Registry())

@@ -143,5 +143,5 @@ def check_spec(spec: Any, what: str) -> None:
         raise ConfigError(f"{what}: function.parameters of its spec must be a JSON schema object")
     try:
         json.dumps(spec)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{what}: its spec is not JSON: {describe(error)}") from None

@@ -8,6 +8,7 @@ import pytest
 
 from rollstream.errors import ConfigError
 from worker.tools.arguments import ArgumentCheck, check_of
+from worker.tools.schema import check_spec
 
 NESTED = {
     "type": "object",
@@ -180,3 +181,14 @@ def test_a_schema_of_an_earlier_draft_is_read_as_one() -> None:
 
 def test_the_check_of_a_tool_without_its_own_is_made_once() -> None:
     assert check_of({"type": "object"}) is check_of({"type": "object"})
+
+
+def test_a_schema_that_cannot_be_walked_is_one_clear_error() -> None:
+    draft_3 = {"$schema": "http://json-schema.org/draft-03/schema#", "type": "object"}
+    with pytest.raises(ConfigError, match="references of its schema cannot be read"):
+        ArgumentCheck({**draft_3, "properties": {"x": {"extends": {"$ref": "#"}}}}, "tool 'x'")
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(3000):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(ConfigError, match="is not JSON"):
+        check_spec({"type": "function", "function": {"name": "x", "parameters": deep}}, "tool 'x'")
