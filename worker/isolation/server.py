@@ -16,6 +16,7 @@ import functools
 import math
 import os
 import random
+import re
 import signal
 import time
 import zlib
@@ -28,11 +29,13 @@ from rq import Queue, SimpleWorker
 from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.timeouts import BaseDeathPenalty
+from rq.utils import now as utcnow
 
 from rollstream.link import OUTAGE
 from rollstream.queue.connection import Reach
 from rollstream.settings import VerifierTable
 
+from ..functions import describe
 from . import leftovers
 from .desk import Desk
 from .inboxes import Inboxes
@@ -51,6 +54,7 @@ _TELL_AGAIN_S = 0.4
 _DEQUEUE_S = 1
 """How soon an idle server notices that it shall end."""
 _MAX_BACKOFF_S = 5.0
+_JOB_ID = re.compile(rb"[0-9A-Za-z_-]{1,160}")
 _BEAT_S = 10.0
 log = structlog.get_logger("verifier")
 
@@ -69,7 +73,7 @@ class Server:
     ) -> None:
         self.slot, self.desk, self.table, self.inboxes = slot, desk, table, inboxes
         self.supervisor = supervisor
-        self._asked = False
+        self._asked, self.num_taken = False, 0
         self.pen = Pen(table, limits, is_abandoned=lambda: self.is_abandoned)
 
     @property
@@ -212,6 +216,38 @@ class TableQueue(Queue):  # type: ignore[misc]  # rq has no types
             raise StopRequested
         return super().dequeue_any(queues, min(timeout or _DEQUEUE_S, _DEQUEUE_S), **options)
 
+    @classmethod
+    def lmove(cls, connection: redis.Redis, queue_key: str, timeout: int | None) -> Any:
+        """Take the next name; one that no client of ours gives is thrown away."""
+        while True:
+            found = super().lmove(connection, queue_key, timeout)
+            TableJob.server.num_taken += found is not None
+            if found is None or _JOB_ID.fullmatch(found[1]):
+                return found
+            connection.lrem(f"{queue_key}:intermediate", 1, found[1])
+            log.warning("job_unreadable", job=repr(found[1][:80]), error="not a name")
+
+    @classmethod
+    def _fetch_dequeued_job(cls, connection: Any, queue_key: str, job_id: str, **how: Any) -> Any:
+        """Return the job; a record that cannot be read is no job, and ends no server."""
+        try:
+            return super()._fetch_dequeued_job(connection, queue_key, job_id, **how)
+        except OUTAGE:
+            raise
+        except Exception as error:  # noqa: BLE001 - RQ parses what anybody may have written
+            _throw_away(connection, queue_key, job_id, error)
+            return None
+
+    def fetch_job(self, job_id: str) -> Any:
+        """Return a job of this queue; one that cannot be read is none."""
+        try:
+            return super().fetch_job(job_id)
+        except OUTAGE:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            _throw_away(self.connection, self.key, job_id, error)
+            return None
+
 
 class NoAlarm(BaseDeathPenalty):  # type: ignore[misc]  # rq has no types
     """No exception in the middle of the server's own work: the pen bounds every job."""
@@ -233,6 +269,16 @@ class JobServer(SimpleWorker):  # type: ignore[misc]  # rq has no types
     def check_for_suspension(self, burst: bool) -> None:
         """Never wait for `rq resume`: a verifier is stopped by stopping it."""
 
+    def run_maintenance_tasks(self) -> None:
+        """Clean up behind servers that died; what cannot be read there ends no server."""
+        try:
+            super().run_maintenance_tasks()
+        except OUTAGE:
+            raise
+        except Exception as error:  # noqa: BLE001 - RQ parses what anybody may have written
+            self.last_cleaned_at = utcnow()
+            log.warning("queue_not_cleaned", error=describe(error))
+
     def _install_signal_handlers(self) -> None:
         """Leave those of the server."""
 
@@ -248,6 +294,12 @@ class JobServer(SimpleWorker):  # type: ignore[misc]  # rq has no types
 
     def unsubscribe(self) -> None:
         """Nothing was subscribed to."""
+
+
+def _throw_away(connection: redis.Redis, queue_key: str, job_id: str, error: Exception) -> None:
+    """Forget a name whose record cannot be read, so that nobody meets it again."""
+    connection.lrem(f"{queue_key}:intermediate", 1, job_id)
+    log.warning("job_unreadable", job=job_id, error=describe(error))
 
 
 def _unless_bomb(value: bytes) -> bytes:
@@ -298,14 +350,16 @@ def serve(
     wait_s = 0.1
     try:
         while not server.shall_end:
-            started = time.monotonic()
+            started, num_taken = time.monotonic(), server.num_taken
             try:
                 with contextlib.suppress(OSError):
                     server.pen.prepare()
                 _worker(connection).work(logging_level="WARNING")
             except redis.RedisError as error:
                 log.warning("redis_away", error=str(error))
-            wait_s = 0.1 if time.monotonic() - started > _MAX_BACKOFF_S else wait_s
+            # What one job did to RQ is no reason to let the others wait.
+            if server.num_taken > num_taken or time.monotonic() - started > _MAX_BACKOFF_S:
+                wait_s = 0.1
             if not server.shall_end:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, _MAX_BACKOFF_S)

@@ -290,3 +290,36 @@ def test_an_unknown_key_is_one_clear_line() -> None:
     assert found.returncode == 2
     assert "redis.url" in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_records_that_cannot_be_read_are_thrown_away_and_hold_nobody_up(
+    valkey_url: str, run_name: str
+) -> None:
+    client = redis.Redis.from_url(valkey_url)
+    record = {"created_at": "2026-01-01T00:00:00.000000Z", "origin": "verify", "timeout": "15"}
+    forged: dict[str, dict[str, Any]] = {
+        "created": {**record, "created_at": "yesterday"},
+        "timeout": {**record, "timeout": "long"},
+        "meta": {**record, "meta": b"\xff\xfe"},
+        "pickle": {**record, "data": b"\x80\x04\x95"},
+        "retries": {**record, "retries_left": "many"},
+        "times": {**record, "enqueued_at": "x", "started_at": "y"},
+    }
+    for name, fields in forged.items():
+        client.hset(f"rq:job:{name}", mapping=fields)
+    client.set("rq:job:text", "no hash")
+    names: list[str | bytes] = [*forged, "text", b"\xff\xfe", b"", "x" * 100_000]
+    client.rpush("rq:queue:verify:intermediate", *names)
+    client.rpush("rq:queue:verify", *names)
+    verifier = start_verifier(valkey_url)
+    server = servers(verifier)
+
+    async def scenario() -> float:
+        async with asking(valkey_url, run_name) as isolated:
+            return await isolated.judge("1", "1")
+
+    try:
+        assert asyncio.run(scenario()) == 1.0
+        assert servers(verifier) == server
+    finally:
+        end(verifier)
