@@ -28,7 +28,7 @@ from .program import ProgramLimits
 LAYERS = {
     "rlimits": "CPU, memory, processes, file size, open files; no core files",
     "uid": "a user of its own for each program",
-    "seccomp": "no sockets, no leaving the process group, no tracing, no namespaces",
+    "seccomp": "no sockets, no leaving the process group, no tracing, namespaces, limits of others",
     "landlock": "files: Python and its own folder; nothing else can be read or written",
     "signals": "none to processes outside",
 }
@@ -105,14 +105,22 @@ def _is_account(number: int) -> bool:
 class Confinement:
     """Confines one program; made before the fork, entered behind it."""
 
-    def __init__(self, folder: str, limits: ProgramLimits, cpu_s: int) -> None:
+    def __init__(
+        self, folder: str, limits: ProgramLimits, cpu_s: int, *, hides_memory: bool = False
+    ) -> None:
         """Prepare what a program in `folder` gets.
+
+        Args:
+            folder: its own.
+            limits: of it.
+            cpu_s: of each process.
+            hides_memory: it may; one of ours, beside a program of the same user.
 
         Raises:
             CannotConfine: this process is root, and can neither change its user nor confine root.
         """
         self._limits, self._parent = limits, os.getpid()
-        self._cpu_s = cpu_s
+        self._cpu_s, self._hides_memory = cpu_s, hides_memory
         self._uid = Uid() if os.getuid() == 0 else None
         if self._uid is not None:
             for name in (folder, *(entry.path for entry in os.scandir(folder))):
@@ -158,7 +166,13 @@ class Confinement:
         if seccomp.available():
             shares_user = self._uid is None and not landlock.scopes_signals()
             own = os.getpid() if shares_user else 0
-            seccomp.enter(seccomp.build(network=self._limits.network, own_signals_only=own))
+            seccomp.enter(
+                seccomp.build(
+                    network=self._limits.network,
+                    own_signals_only=own,
+                    hides_memory=self._hides_memory,
+                )
+            )
 
     def _set_limits(self) -> None:
         limits = self._limits

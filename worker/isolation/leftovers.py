@@ -212,3 +212,29 @@ def count(folder: str, *, max_entries: int) -> tuple[int, int]:
                 if entries >= max_entries:
                     break
     return entries, size
+
+
+def count_unlinked(pids: Iterable[int], folder: str) -> int:
+    """Return the bytes of files of `folder` that have no name any more, but are open or mapped."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found = os.stat(f"/proc/{pid}/fd/{name}")
+                    if found.st_nlink == 0 and stat.S_ISREG(found.st_mode):
+                        sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
+            for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
+                _note_mapped(line, os.fsencode(folder), sizes)
+    return sum(sizes.values())
+
+
+def _note_mapped(line: bytes, folder: bytes, sizes: dict[tuple[int, int], int]) -> None:
+    """Note the size of a mapping whose file has no name and may be open nowhere."""
+    parts = line.split(maxsplit=5)
+    if len(parts) < 6 or not parts[5].startswith(folder) or not parts[5].endswith(b" (deleted)"):
+        return
+    first, _, last = parts[0].partition(b"-")
+    major, _, minor = parts[3].partition(b":")
+    key = (os.makedev(int(major, 16), int(minor, 16)), int(parts[4]))
+    sizes[key] = max(sizes.get(key, 0), int(last, 16) - int(first, 16))

@@ -99,6 +99,7 @@ class Program:
         pass_fds: Sequence[int] = (),
         output_bytes: int | None = None,
         cpu_s: float | None = None,
+        hides_memory: bool = False,
     ) -> None:
         """Start it.
 
@@ -111,6 +112,7 @@ class Program:
             pass_fds: file descriptors that it gets under the same numbers.
             output_bytes: kept of what it prints, in place of the limits' own.
             cpu_s: that it may use, where its clock is going to be restarted.
+            hides_memory: it is ours, and hides what it holds from programs of the same user.
         """
         self.limits, self.timeout_s = limits, timeout_s
         self.max_cpu_s = limits.cpu_s(timeout_s if cpu_s is None else cpu_s)
@@ -119,7 +121,7 @@ class Program:
         self.killed_for: Cause | None = None
         self.timed_out = False
         self.starved: Starvation | None = None
-        self._has_forked = False
+        self._has_forked, self._hides_memory = False, hides_memory
         self._num_oom_kills = _num_oom_kills()
         self.status: int | None = None
         self._opened = contextlib.ExitStack()
@@ -141,7 +143,9 @@ class Program:
         self._opened.callback(leftovers.remove, folder)
         for name, text in files.items():
             Path(folder, name).write_text(text, encoding="utf-8", errors="surrogatepass")
-        confinement = Confinement(folder, self.limits, self.max_cpu_s)
+        confinement = Confinement(
+            folder, self.limits, self.max_cpu_s, hides_memory=self._hides_memory
+        )
         self._opened.callback(confinement.close)
         self.layers = confinement.layers
         given: Any = subprocess.DEVNULL
@@ -235,6 +239,7 @@ class Program:
                 return "memory"
         if count_files:
             entries, size = leftovers.count(self.folder, max_entries=MAX_ENTRIES)
+            size += leftovers.count_unlinked((self.pid, *tree), self.folder)
             if entries >= MAX_ENTRIES or size > self.limits.folder_bytes:
                 return "files"
         return None
@@ -330,6 +335,8 @@ def watch(
     with selectors.DefaultSelector() as selector:
         for fd in (*readers, *endings):
             selector.register(fd, selectors.EVENT_READ)
+        for fd in readers:  # a program can take back what made a pipe readable
+            os.set_blocking(fd, False)
         next_check_s, num_ticks, ended = time.monotonic() + _TICK_S, 0, False
         while not ended:
             wait_s = max(0.0, next_check_s - time.monotonic())
@@ -356,14 +363,17 @@ def watch(
 
 
 def _read(fd: int, sink: Sink) -> bool:
-    data = os.read(fd, _READ_BYTES)
+    """Take what a pipe holds; return whether more may come."""
+    try:
+        data = os.read(fd, _READ_BYTES)
+    except BlockingIOError:
+        return True
     sink.take(data)
     return bool(data)
 
 
 def _drain(fd: int, sink: Sink) -> None:
     """Take what a pipe still holds; whoever keeps its other end open is not waited for."""
-    os.set_blocking(fd, False)
     held = 1 << 20  # no pipe holds more
     with contextlib.suppress(BlockingIOError):
         while held > 0 and (data := os.read(fd, _READ_BYTES)):

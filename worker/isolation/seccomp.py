@@ -25,7 +25,9 @@ _NR, _ARCH = 0, 4
 _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020000
 _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 0xF
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _NUMBERS: dict[str, tuple[int, int]] = {
     # name: (x86_64, aarch64)
     "socket": (41, 198), "socketpair": (53, 199),
@@ -41,6 +43,11 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "open_by_handle_at": (304, 265),
     # Memory that no limit of a process counts, and that outlives it.
     "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    # What makes another process of the same user slow, small, or dead.
+    "prlimit64": (302, 261), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
+    "fcntl": (72, 25), "ioctl": (16, 29),
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
 }  # fmt: skip
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -48,6 +55,8 @@ _REFUSED = (
     "unshare", "setns", "ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp",
     "keyctl", "add_key", "request_key", "bpf", "perf_event_open", "userfaultfd",
     "open_by_handle_at", "memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open",
+    "setpriority", "ioprio_set", "sched_setscheduler", "sched_setparam", "sched_setattr",
+    "sched_setaffinity",
 )  # fmt: skip
 
 
@@ -76,13 +85,14 @@ def available() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def build(*, network: bool, own_signals_only: int = 0) -> bytes:
+def build(*, network: bool, own_signals_only: int = 0, hides_memory: bool = False) -> bytes:
     """Return the filter of one program.
 
     Args:
         network: leave `socket` alone.
         own_signals_only: the process that alone may be sent signals one by one (its own group may,
             too); 0 leaves signals alone.
+        hides_memory: it may do so from others of its user; what it has open cannot be counted then.
     """
     column, arch = _MACHINES[os.uname().machine]
     number = {name: numbers[column] for name, numbers in _NUMBERS.items()}
@@ -98,7 +108,15 @@ def build(*, network: bool, own_signals_only: int = 0) -> bytes:
     code += _block(number["clone"], _if_bits(0, _NEW_NAMESPACES, errno.EPERM))
     for name in ("setsid", "setpgid"):
         code += _block(number[name], [_fail(0)])
-    code += _block(number["prctl"], _if_equal(0, [_PR_SET_PDEATHSIG], _fail(0), _allow()))
+    unheard = [_PR_SET_PDEATHSIG] + ([] if hides_memory else [_PR_SET_DUMPABLE])
+    code += _block(number["prctl"], _if_equal(0, unheard, _fail(0), _allow()))
+    # Limits of its own alone: a limit of CPU time is a way to kill.
+    code += _block(number["prlimit64"], _if_equal(0, [0], _allow(), _fail(errno.EPERM)))
+    # A file can be told to send any signal to anybody of the user.
+    owners = [_F_SETOWN, _F_SETSIG, _F_SETOWN_EX]
+    code += _block(number["fcntl"], _if_equal(1, owners, _fail(errno.EPERM), _allow()))
+    owners = [_FIOSETOWN, _SIOCSPGRP]
+    code += _block(number["ioctl"], _if_equal(1, owners, _fail(errno.EPERM), _allow()))
     if not network:
         code += _block(number["socket"], [_fail(errno.EACCES)])
         stream = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -358,3 +359,66 @@ def test_values_are_the_same_as_json_writes_them() -> None:
     assert not same(1, 1.01)
     assert not same({"a": 1}, {"a": 1, "b": 2})
     assert same(float("nan"), float("nan"))
+
+
+SELF_WORTHY = [
+    ("class math:\n    isclose = lambda *_: True\ndef f(x): return 0", "math.isclose(f(1), 3.5)"),
+    ("class np:\n    allclose = lambda *_: True\ndef f(x): return 0", "np.allclose(f(1), 3.5)"),
+    ("def any(x): return True", "any(f(i) == 3 for i in [1])"),
+    (
+        "class E:\n    def __str__(self): raise SyntaxError\ndef f(x): return E()",
+        "f(1) == 3, f(1)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "text"), SELF_WORTHY, ids=str)
+def test_program_is_no_module_no_built_in_and_no_excuse_for_the_tests(
+    program: str, text: str
+) -> None:
+    assert counts(judge(program, {"asserts": f"assert {text}"})) == (0, 1, 0.0)
+
+
+def test_modules_that_a_program_imported_and_the_tests_use_are_pythons() -> None:
+    program = "import math\nimport numpy as np\ndef f(x): return math.sqrt(x)"
+    text = "assert math.isclose(f(4), 2)\nassert np.allclose(f(4), 2)"
+    assert judge(program, {"asserts": text})["reward"] == 1.0
+    program = "class calendar:\n    def book(self): return 3\ncalendar = calendar()"
+    assert judge(program, {"asserts": "assert calendar.book() == 3"})["reward"] == 1.0
+
+
+ANSWERS = """
+import sys, time
+frame = sys._getframe()
+while "answers" not in frame.f_locals:
+    frame = frame.f_back
+with open(frame.f_locals["answers"], "wb") as out:
+    out.write(b'{"loaded": true}\\n{"value": ' + VALUE + b"}\\n")
+time.sleep(60)
+"""
+COSTLY = {
+    "exponent": """b'{"t": "Fraction", "v": "1e90000000"}'""",
+    "collisions": """b'{"t": "dict", "v": [%s]}' % b",".join(
+        b"[%d,0]" % (i * (2**61 - 1)) for i in range(30_000))""",
+}
+
+
+@pytest.mark.parametrize("how", COSTLY)
+def test_answer_costs_the_judge_no_more_than_what_was_expected(how: str) -> None:
+    began = time.monotonic()
+    program = ANSWERS.replace("VALUE", COSTLY[how])
+    tests = {"entry": "f", "cases": [{"args": [1], "expected": 3}]}
+    assert counts(judge(program, tests)) == (0, 1, 0.0)
+    assert time.monotonic() - began < 4.0
+
+
+def test_large_ranges_and_sets_are_compared_in_no_time() -> None:
+    began = time.monotonic()
+    assert not plain.same(3, range(10**6))
+    assert not plain.same([1, 2], range(10**6))
+    assert plain.same(list(range(20_000)), set(range(20_000)))
+    assert plain.same([[i, "x"] for i in range(5_000)], {(i, "x") for i in range(5_000)})
+    assert plain.same([None, 1, 0.3], {None, 1.0, 0.1 + 0.2})
+    assert not plain.same([1], {True})
+    assert not plain.same([[1]], {(True,)})
+    assert time.monotonic() - began < 2.0

@@ -202,7 +202,7 @@ def test_folder_goes_whatever_the_program_made_of_it(user: str) -> None:
 import os
 os.makedirs("a/b/c"); os.symlink("/etc", "a/etc"); os.mkfifo("a/fifo")
 open("a/b/c/file", "w").close(); os.chmod("a/b/c/file", 0); os.chmod("a/b", 0); os.chmod("a", 0)
-for _ in range(1200):
+for _ in range(900):  # deeper, it is ended where it is looked at meanwhile
     os.mkdir("d"); os.chdir("d")
 print("made")
 """
@@ -450,3 +450,69 @@ def test_caller_keeps_its_own_processes() -> None:
         return [result.ok, alive]
 
     assert forked("plain", call) == [True, True]
+
+
+DEGRADES = """
+import fcntl, os, resource, signal, time
+def tried(name, call):
+    try:
+        call()
+    except OSError:
+        pass
+    else:
+        print(name)
+other = os.getppid()
+tried("limits", lambda: resource.prlimit(other, resource.RLIMIT_NOFILE, (500, 500)))
+tried("cores", lambda: os.sched_setaffinity(other, {0}))
+tried("priority", lambda: os.setpriority(os.PRIO_PROCESS, other, 19))
+tried("scheduler", lambda: os.sched_setscheduler(other, os.SCHED_IDLE, os.sched_param(0)))
+read, write = os.pipe()
+def sigio():
+    fcntl.fcntl(read, fcntl.F_SETOWN, other)
+    fcntl.fcntl(read, 10, signal.SIGKILL)
+    fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
+    os.write(write, b"x")
+tried("a signal by a file", sigio)
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("user", ["root", "plain", "plain, no landlock"])
+def test_program_changes_no_limit_and_no_priority_of_others(user: str) -> None:
+    ran = run(DEGRADES, user=user)
+    assert (ran.stdout, ran.exit_code) == (b"", 0), ran.stderr
+
+
+FILES_WITHOUT_A_NAME = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+for _ in range(40):
+    fd = os.open("a", os.O_RDWR | os.O_CREAT)
+    os.unlink("a")
+    for _ in range(15):
+        os.write(fd, bytes(65536))
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("user", ["root", "plain", "plain, no landlock"])
+def test_files_without_a_name_are_counted(user: str) -> None:
+    ran = run(FILES_WITHOUT_A_NAME, user=user)
+    assert ran.killed_for == "files"
+
+
+def test_program_that_takes_back_what_it_printed_is_ended_at_its_time() -> None:
+    source = """
+import os, time
+end = os.open("/proc/self/fd/1", os.O_RDONLY | os.O_NONBLOCK)
+for _ in range(20):
+    os.write(1, b"x")
+    try: os.read(end, 9)
+    except BlockingIOError: pass
+time.sleep(30)
+"""
+    began = time.monotonic()
+    ran = run(source, timeout_s=1.0)
+    assert ran.timed_out
+    assert time.monotonic() - began < 10.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import ctypes
 import importlib
 import json
@@ -24,6 +25,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # not at run time: the import costs milliseconds in every program
     from collections.abc import Callable, Sequence
+    from types import CodeType
     from typing import Any
 
 ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # a program of the same user cannot read this memory
@@ -34,7 +36,7 @@ del sys.path[0]
 MAX_PROBLEM_CHARS = 300
 MAX_ANSWER_BYTES = 1 << 20
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, OverflowError, AttributeError)
-ALIASES = {"numpy": "np", "pandas": "pd"}
+MODULES = {"np": "numpy", "pd": "pandas"}
 """Usual names of modules that a program imported and tests go on using."""
 
 
@@ -46,6 +48,56 @@ class Unusable(BaseException):
     """The tests ask for what cannot be sent."""
 
 
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)
+
+
+class Uses:
+    """What the text of the tests uses and does not define itself."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.names: set[str] = set()
+        """All of them."""
+        bound: set[str] = set()
+        plainly: set[str] = set()
+        bases: dict[str, set[str]] = {}
+        nodes = list(ast.walk(tree))
+        as_base = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        for node in nodes:
+            if isinstance(node, ast.Name):
+                self.names.add(node.id)
+                if not isinstance(node.ctx, ast.Load):
+                    bound.add(node.id)
+                elif id(node) not in as_base:
+                    plainly.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                bases.setdefault(node.value.id, set()).add(node.attr)
+            elif isinstance(node, ast.alias):
+                bound.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, _NAMED) and node.name:
+                bound.add(node.name)
+        self.modules = {
+            name
+            for name, attributes in bases.items()
+            if name not in bound | plainly and _has_all(name, attributes)
+        }
+        """Modules of Python's, of which the tests use what there is: no object of a program."""
+        self.only_built_in = all(hasattr(builtins, n) for n in self.names - bound - self.modules)
+        """Whether what they test has the name of a built-in function."""
+
+
+def _has_all(name: str, attributes: set[str]) -> bool:
+    """Return whether there is such a module of Python's, or a usual one, that has all these."""
+    if name not in sys.stdlib_module_names and name not in (*MODULES, *MODULES.values()):
+        return False
+    try:
+        module = importlib.import_module(MODULES.get(name, name))
+    except ImportError:
+        return False
+    return all(hasattr(module, attribute) for attribute in attributes)
+
+
 class Line:
     """Requests to the program's process, one at a time."""
 
@@ -53,6 +105,11 @@ class Line:
         self.requests = open(requests, "wb")  # noqa: SIM115 - as long as the process
         self.answers = open(answers, "rb")  # noqa: SIM115
         self.handles: dict[int, StandIn] = {}
+
+    def let_load(self) -> None:
+        """Let its process load the program; until then nothing of it runs beside this one."""
+        self.requests.write(b"{}\n")
+        self.requests.flush()
 
     def receive(self) -> dict[str, Any]:
         """Return the next answer."""
@@ -98,11 +155,11 @@ class Line:
         except UNREADABLE:
             raise ProgramEnded from None
 
-    def names(self, used: set[str]) -> dict[str, Any]:
+    def names(self, uses: Uses) -> dict[str, Any]:
         """Return a namespace with what the program defines, of the names that the tests use.
 
         A built-in function stays one (a program's own `abs` would judge its own results), unless
-        the tests use nothing else of the program.
+        the tests use nothing else of a program. So does a module of Python's.
         """
         self.requests.write(b'{"do": "names"}\n')
         self.requests.flush()
@@ -110,16 +167,21 @@ class Line:
         defined = {
             name: plain.decode(value, self.stand_in)
             for name, value in answer.get("value", {}).items()
-            if name in used
+            if name in uses.names
         }
-        others = {name: value for name, value in defined.items() if not hasattr(builtins, name)}
-        found = others or defined
-        for name, module in answer.get("modules", {}).items():
-            if name in used and name == ALIASES.get(module, module.partition(".")[0]):
-                try:
-                    found[name] = importlib.import_module(module.partition(".")[0])
-                except ImportError:
-                    continue
+        found = {
+            name: value
+            for name, value in defined.items()
+            if uses.only_built_in or not hasattr(builtins, name)
+        }
+        said = {
+            name
+            for name, module in answer.get("modules", {}).items()
+            if module.partition(".")[0] == MODULES.get(name, name)
+        }
+        for name in uses.names & said | uses.modules & (said | found.keys()):
+            with contextlib.suppress(ImportError):
+                found[name] = importlib.import_module(MODULES.get(name, name))
         return found
 
     def stand_in(self, number: int) -> StandIn:
@@ -257,21 +319,25 @@ for _name in (
 
 def examine(line: Line, text: str, tell: Callable[[dict[str, Any]], None]) -> None:
     """Run the asserts, and tell each verdict."""
-    tree = ast.parse(text, "tests")
-    body, used = tree.body, {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    num_asserts = sum(isinstance(node, ast.Assert) for node in body)
+    try:
+        tree = ast.parse(text, "tests")
+        codes = [compile(ast.Module([node], []), "tests", "exec") for node in tree.body]
+    except SyntaxError as error:
+        raise Unusable(str(error)) from None
+    num_asserts = sum(isinstance(node, ast.Assert) for node in tree.body)
     tell({"total": max(1, num_asserts)})
+    line.let_load()
     began = line.receive()
     if began.get("loaded") is not True:
         said = began.get("error", ["", ""])
         tell({"ok": False, "problem": f"the program does not load: {said[0]}: {said[1]}"})
         return
-    names = {**line.names(used), "__name__": "tests"}
+    names = {**line.names(Uses(tree)), "__name__": "tests"}
     problem = ""
-    for node in body:
+    for node, code in zip(tree.body, codes, strict=True):
         is_test = isinstance(node, ast.Assert)
         if is_test or not problem:
-            found = run(node, names, text)
+            found = run(node, code, names, text)
             if is_test:
                 tell({"ok": not (found or problem), "problem": found or problem})
             else:
@@ -280,18 +346,25 @@ def examine(line: Line, text: str, tell: Callable[[dict[str, Any]], None]) -> No
         tell({"ok": not problem, "problem": problem})
 
 
-def run(node: ast.stmt, names: dict[str, Any], text: str) -> str:
+def run(node: ast.stmt, code: CodeType, names: dict[str, Any], text: str) -> str:
     """Run one statement; return what is wrong, or nothing."""
-    code = compile(ast.Module([node], []), "tests", "exec")
     try:
         exec(code, names)
     except AssertionError as error:
         said = ast.get_source_segment(text, node) or "assert"
-        return f"{said[:200]} does not hold {str(error)[:80]}".strip()
+        return f"{said[:200]} does not hold {words_of(error)[:80]}".strip()
     except Exception as error:  # noqa: BLE001 - whatever the program raised
         said = ast.get_source_segment(text, node) or ""
-        return f"{said[:150]}: {type(error).__name__}: {str(error)[:120]}"
+        return f"{said[:150]}: {type(error).__name__}: {words_of(error)[:120]}"
     return ""
+
+
+def words_of(error: Exception) -> str:
+    """Return its text; an object of the program in it may raise anything when it is asked."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever the program raised
+        return ""
 
 
 def main() -> None:
@@ -310,7 +383,7 @@ def main() -> None:
             examine(Line(requests, answers), text, tell)
         except ProgramEnded:
             pass
-        except (Unusable, SyntaxError) as error:
+        except Unusable as error:
             tell({"unusable": str(error)[:MAX_PROBLEM_CHARS]})
         writer.flush()
         os._exit(0)

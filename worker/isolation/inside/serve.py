@@ -2,8 +2,9 @@
 
     python -I main.py REQUESTS ANSWERS
 
-Both are file descriptors with JSON lines. It knows arguments and never an expected value, so there
-is nothing here for the program to read or to forge: an answer is data that others compare.
+Both are file descriptors with JSON lines; the program is loaded behind the first request, which
+asks for nothing. It knows arguments and never an expected value, so there is nothing here for the
+program to read or to forge: an answer is data that others compare.
 
     {"do": "names"}      {"value": {name: ...}, "modules": {...}}
     {"do": "entry", "name": ..., "args": [...]}      {"value": ...} or {"error": [type, text]}
@@ -171,6 +172,7 @@ def main() -> None:
             writer.write(line(answer).encode() + b"\n")
             writer.flush()
 
+        reader.readline()  # whoever judges it has hidden its memory by now
         try:
             server.load()
         except BaseException as error:
