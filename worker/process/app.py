@@ -215,7 +215,8 @@ class Worker:
         self._pool = create_engine(settings, max_token_id=renderer.max_token_id)
         self._closing.push_async_callback(self._pool.aclose)
         self._pool.ask_within(self._as_a_call)
-        if (info := await self._link.answered(self._queue.info)) is not None:
+        info = await self._unless_stopped(self._link.answered(self._queue.info))
+        if info is not None:
             # The trainer may have named other engines, or use them now for what is no sampling.
             self._view.opened(info)
             tell(self._pool, self._view)
@@ -408,7 +409,10 @@ class Worker:
         """Wait until the producer opened the run; False where we were stopped before."""
         said = 0.0
         while not self._stop.is_set():
-            info = await self._link.answered(self._queue.info)
+            try:
+                info = await self._unless_stopped(self._link.answered(self._queue.info))
+            except _StoppedEarly:  # also while Redis is away, however long
+                return False
             if info is not None:
                 self._view.opened(info)
                 self._follower.obey()

@@ -214,6 +214,19 @@ async def test_a_worker_waits_for_its_run_and_ends_with_it(
 
 
 @pytest.mark.slow
+async def test_a_worker_that_waits_for_its_run_ends_at_sigterm_while_redis_is_away(
+    options: Options, tmp_path: Path
+) -> None:
+    with DevServer() as server, workers(tmp_path, 1, options(server.url)) as (one,):
+        await wait_until(lambda: "waiting_for_run" in one.log.read_text())
+        server.kill()
+        await wait_until(lambda: "redis_away" in one.log.read_text())
+        one.process.terminate()
+        code = await asyncio.to_thread(one.process.wait, 15)
+    assert code == 0, one.log.read_text()
+
+
+@pytest.mark.slow
 async def test_a_worker_that_starts_in_a_pause_asks_the_runs_engines_for_no_token_before_its_end(
     run: Run, valkey_url: str, options: Options, tmp_path: Path, vocabulary: Path
 ) -> None:
