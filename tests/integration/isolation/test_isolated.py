@@ -310,7 +310,7 @@ def test_records_that_cannot_be_read_are_thrown_away_and_hold_nobody_up(
     client.set("rq:job:text", "no hash")
     names: list[str | bytes] = [*forged, "text", b"\xff\xfe", b"", "x" * 100_000]
     client.rpush("rq:queue:verify:intermediate", *names)
-    client.rpush("rq:queue:verify", *names)
+    client.rpush("rq:queue:verify", *names * 4)
     verifier = start_verifier(valkey_url)
     server = servers(verifier)
 
