@@ -24,7 +24,7 @@ from ..functions import resolve
 from ..rewards.details import Detail, no_verdict
 from ..rewards.own import called
 from ..rewards.retries import Sleep, asked_again
-from ..rewards.verdicts import checked
+from ..rewards.verdicts import checked, with_its_key
 
 Scored: TypeAlias = Reward | RewardFault
 GroupFunction: TypeAlias = Callable[[list[Trajectory]], Any]
@@ -42,13 +42,14 @@ class GroupReward:
         name: str,
         function: GroupFunction,
         *,
+        key: str | None = None,
         timeout_s: float = 30.0,
         max_retries: int = 0,
         backoff_s: float = 0.5,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.name = name
-        self._function, self._timeout_s = function, timeout_s
+        self._function, self._key, self._timeout_s = function, key, timeout_s
         self._ask_again = functools.partial(
             asked_again, max_retries=max_retries, backoff_s=backoff_s, sleep=sleep
         )
@@ -91,7 +92,7 @@ class GroupReward:
     def _one(self, value: Any) -> Scored:
         """Return one value as what can be stored, or why it cannot."""
         try:
-            return checked(value, self.name)
+            return with_its_key(checked(value, self.name), self._key, self.name)
         except RewardFault as fault:
             return fault
 
@@ -115,6 +116,7 @@ def load_group_reward(table: RewardTable) -> GroupReward | None:
     return GroupReward(
         table.group,
         resolve(table.group, "group reward", num_args=1),
+        key=table.key,
         timeout_s=table.timeout_s,
         max_retries=table.max_retries,
         backoff_s=table.retry_backoff_s,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..functions import describe, is_path, resolve
+from ..functions import describe, is_path, resolve, unknown_name
 from . import code, maths, python
 from .messages import JobBroken, failure, result
 
@@ -46,8 +46,13 @@ def table_of(paths: Iterable[str]) -> dict[str, Job]:
     """Return all jobs of a verifier: the built-in ones, and functions by the paths given.
 
     Raises:
-        ConfigError: a path that names no ordinary function of one argument.
+        ConfigError: a name that is no job; or a path that names no ordinary function of one
+            argument.
     """
+    paths = list(paths)
+    for name in paths:
+        if not is_path(name) and name not in JOBS:
+            raise unknown_name(name, "job in reward.isolated", list(BUILT_IN))
     own = {path for path in paths if is_path(path)}
     given = {
         path: Job(resolve(path, "reward.isolated", kind="sync", num_args=1)) for path in sorted(own)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from rollstream.errors import ConfigError, RewardFault
-from rollstream.group import PromptGroup, Trajectory, reward_number
+from rollstream.group import PromptGroup, Trajectory
 from rollstream.sample import Reward, Sample
 from rollstream.settings import RewardTable
 
@@ -33,7 +33,6 @@ from .own import called, own_function
 from .remote import Remote, open_remote
 from .retries import asked_again
 
-_NAMED_ENTRIES = 8
 log = structlog.get_logger("worker")
 
 
@@ -172,16 +171,7 @@ class RewardScorer:
         self, judge: Judge, kind: str, sample: Sample, reply: Any, attempt: int
     ) -> Reward:
         reward = verdicts.checked(await judge(Case(sample, reply, attempt)), kind)
-        key = self._table.key
-        if isinstance(reward, dict) and reward_number(reward, key) is None:
-            entries = ", ".join(list(reward)[:_NAMED_ENTRIES])[:200]
-            why = f"{key!r} is no number of it" if key else "reward.key does not say which counts"
-            raise no_verdict(
-                Detail.INVALID,
-                f"the reward {kind} returned a dictionary of {entries or 'nothing'}, and {why}; "
-                "set reward.key to the entry that is the reward",
-            )
-        return reward
+        return verdicts.with_its_key(reward, self._table.key, kind)
 
     def _is_shared_out(self, sample: Sample) -> bool:
         """Return whether this sample is of the share that is judged in isolation."""

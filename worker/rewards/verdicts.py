@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from rollstream.errors import RewardFault
+from rollstream.group import reward_number
 from rollstream.sample import Reward
 
 from ..functions import describe
@@ -23,6 +24,7 @@ MAX_REWARD_BYTES = 64 << 10
 """Of a dictionary, as it is stored."""
 MAX_DEPTH = 16
 """Lists and dictionaries in one another, in a reward."""
+_NAMED_ENTRIES = 8
 
 
 def checked(reward: Any, name: str) -> Reward:
@@ -52,6 +54,23 @@ def checked(reward: Any, name: str) -> Reward:
         Detail.INVALID,
         f"the reward {name} returned {type(reward).__name__}; it must return a number, a "
         "dictionary or None",
+    )
+
+
+def with_its_key(reward: Reward, key: str | None, name: str) -> Reward:
+    """Return a checked verdict, of which `reward.key` picks a number where it is a dictionary.
+
+    Raises:
+        RewardFault: it picks none.
+    """
+    if not isinstance(reward, dict) or reward_number(reward, key) is not None:
+        return reward
+    entries = ", ".join(list(reward)[:_NAMED_ENTRIES])[:200]
+    why = f"{key!r} is no number of it" if key else "reward.key does not say which counts"
+    raise no_verdict(
+        Detail.INVALID,
+        f"the reward {name} returned a dictionary of {entries or 'nothing'}, and {why}; "
+        "set reward.key to the entry that is the reward",
     )
 
 

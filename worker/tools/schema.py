@@ -140,7 +140,11 @@ def check_spec(spec: Any, what: str) -> None:
         raise ConfigError(f"{what}: its spec has no function.name")
     parameters = inner.get("parameters", {"type": "object", "properties": {}})
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise ConfigError(f"{what}: function.parameters of its spec must be a JSON schema object")
+        kind = parameters.get("type") if isinstance(parameters, dict) else type(parameters).__name__
+        raise ConfigError(
+            f"{what}: function.parameters of its spec must be a JSON schema whose type is "
+            f"'object', not {kind!r}"
+        )
     try:
         json.dumps(spec)
     except (TypeError, ValueError, RecursionError) as error:

@@ -118,7 +118,7 @@ def test_a_parameter_that_a_model_cannot_give_is_refused(function: Any, message:
         ({"type": "function", "function": {}}, "has no function.name"),
         (
             {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}},
-            "must be a JSON schema object",
+            "must be a JSON schema whose type is 'object'",
         ),
         ({"type": "function", "function": {"name": "f", "x": {1}}}, "is not JSON"),
     ],

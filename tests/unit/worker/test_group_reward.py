@@ -75,7 +75,8 @@ NESTED.append(NESTED)
         (None, None),
         (-math.inf, -math.inf),
         ({"acc": np.float64(1), "why": "right"}, {"acc": 1.0, "why": "right"}),
-        ({"acc": None}, {"acc": None}),
+        ({"acc": None}, "invalid"),
+        ({"other": 1.0}, "invalid"),
         ("1.0", "invalid"),
         ([1.0], "invalid"),
         (10**400, "invalid"),
@@ -91,7 +92,14 @@ NESTED.append(NESTED)
     ids=lambda value: type(value).__name__,
 )
 async def test_an_odd_value_costs_its_own_member_only(value: Any, expected: Any) -> None:
-    assert await scored(row(1.0, value, 0.0, 1.0)) == [1.0, expected, 0.0, 1.0]
+    assert await scored(row(1.0, value, 0.0, 1.0), key="acc") == [1.0, expected, 0.0, 1.0]
+
+
+async def test_a_dictionary_without_its_entry_says_which_it_has_and_what_to_set() -> None:
+    reward = GroupReward("mine.py:f", row(*[{"acc": 1.0, "why": "right"}] * N))
+    first, *_ = await reward.score(group())
+    assert isinstance(first, RewardFault)
+    assert "dictionary of acc, why, and reward.key does not say which counts" in first.message
 
 
 async def test_nan_stays_nan_for_the_judge_to_call_invalid() -> None:

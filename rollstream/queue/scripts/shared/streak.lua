@@ -23,8 +23,8 @@ local function count_drop(gid, reason, detail)
   call('HSET', M, 'streak', table.concat(counts, ' '))
   local most = tonumber(run.max_drops or 0)
   if most == 0 or total < most or (run.state ~= 'running' and run.state ~= 'paused') then return end
-  call('HSET', M, 'state', 'failed', 'error', int(total) .. ' groups in a row were dropped and none '
-    .. 'kept: ' .. table.concat(texts, ', ') .. '; the last was group ' .. gid .. ' (' .. reason
+  call('HSET', M, 'state', 'failed', 'error', int(total)
+    .. (total == 1 and ' group was' or ' groups in a row were') .. ' dropped and none kept: ' .. table.concat(texts, ', ') .. '; the last was group ' .. gid .. ' (' .. reason
     .. ': ' .. detail .. ')' .. TO_DO)
   announce('fail', 'dropped')
   ring('bell')
