@@ -12,8 +12,26 @@ from examples.demo.summary import for_people
 EXIT_WRONG, EXIT_INTERRUPTED = 1, 130
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Interrupts:
+    """SIGINT and SIGTERM as KeyboardInterrupt, and whether one came.
+
+    Python drops what is raised while it runs hooks of a fork, or collects garbage: then the flag is
+    all that is left of it, and whoever waits looks at it.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise where one came and was dropped."""
+        if self.came:
+            raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -27,12 +45,12 @@ def main() -> int:
     from examples.demo.run import Demo, DemoFailed
     from examples.demo.show import Show
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts = _Interrupts()
     engine = "a stand-in for a model" if options.simulated else ", ".join(options.urls)
     title = f"Rollstream demo: Valkey, producer, 2 workers, verifier, trainer; engine: {engine}"
     try:
         with Show(title, options.json) as show:
-            outcome = Demo(options, show).run()
+            outcome = Demo(options, show, interrupts.check).run()
     except KeyboardInterrupt:
         print("demo: stopped; every process that it started was ended", file=sys.stderr)
         return EXIT_INTERRUPTED

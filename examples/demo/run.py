@@ -12,6 +12,7 @@ import secrets
 import shutil
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +57,8 @@ class Demo:
 
     options: Options
     show: Show
+    check_interrupts: Callable[[], None] = lambda: None
+    """Raises KeyboardInterrupt where one came and was dropped."""
     run_name: str = field(default_factory=lambda: f"demo-{secrets.token_hex(4)}")
     started_s: float = field(default_factory=time.monotonic)
     broken: list[str] = field(default_factory=list)
@@ -124,6 +127,7 @@ class Demo:
         next_look_s = 0.0
         while thread.is_alive():
             thread.join(TICK_S)
+            self.check_interrupts()
             self._check(cast)
             if time.monotonic() - self.started_s > LIMIT_S:
                 raise DemoFailed(f"the run did not end within {LIMIT_S:.0f} s")

@@ -28,7 +28,8 @@ DRAIN_S = 30.0
 """After SIGTERM, running jobs have so long; then they are killed, and that is told."""
 _QUICK_DEATH_S = 5.0
 _MAX_BACKOFF_S = 5.0
-_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+_ENDS = frozenset({signal.SIGTERM, signal.SIGINT})
+_SIGNALS = (signal.SIGCHLD, *_ENDS)
 log = structlog.get_logger("verifier")
 
 
@@ -86,8 +87,11 @@ class Supervisor:
                     break
                 elif time.monotonic() >= self._end_mono_s:
                     self._send(signal.SIGKILL)
-                got = signal.sigtimedwait(_SIGNALS, TICK_S)
-                if got is not None and got.si_signo != signal.SIGCHLD:
+                # Its answer is not read: behind a SIGSTOP that was longer than the wait, CPython
+                # makes one up from memory that nobody wrote.
+                signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
+                if signal.sigpending() & _ENDS:
+                    signal.sigwait(_ENDS)
                     self._ask_to_end()
         finally:
             leftovers.end_children()

@@ -22,6 +22,7 @@ from benchmarks.verify import FORK_BOMB, SWALLOWS
 from examples.devserver import DevServer, free_port
 from worker.isolation import IsolatedFault
 from worker.isolation.messages import QUEUE, result
+from worker.isolation.supervisor import TICK_S
 
 from .parts import HANGS, asking, at_work, below, end, pens, servers, start_verifier, until
 
@@ -262,6 +263,26 @@ def test_sigterm_ends_an_idle_verifier_with_success_and_an_outage_does_not() -> 
         finally:
             code = end(process)
         assert code == 0
+
+
+def test_a_verifier_that_was_stopped_for_longer_than_it_waits_goes_on(
+    valkey_url: str, run_name: str
+) -> None:
+    process = start_verifier(valkey_url)
+
+    async def judged() -> float:
+        async with asking(valkey_url, run_name, timeout_s=10.0) as isolated:
+            return await isolated.judge("8", "8")
+
+    try:
+        for _ in range(3):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(2 * TICK_S)  # its wait is over while it stands still
+            process.send_signal(signal.SIGCONT)
+            assert asyncio.run(judged()) == 1.0
+            assert process.poll() is None
+    finally:
+        assert end(process) == 0
 
 
 def test_an_unreachable_server_is_one_clear_line_and_an_exit_code() -> None:
