@@ -264,6 +264,8 @@ class Shift:
             ending = _CANCELLED_ITSELF if work.cause is None else ending_of_cause(work.cause)
             self._reporter.end(work, ending)
             raise
+        except GeneratorExit:  # the process ends, and this attempt had ignored its cancellation
+            raise
         except BaseException as error:
             log.exception("rollout_bug", lease=work.lease.id)
             self._reporter.end(
