@@ -87,11 +87,10 @@ class Supervisor:
                     break
                 elif time.monotonic() >= self._end_mono_s:
                     self._send(signal.SIGKILL)
-                # Its answer is not read: behind a SIGSTOP that was longer than the wait, CPython
-                # makes one up from memory that nobody wrote.
-                signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
-                if signal.sigpending() & _ENDS:
-                    signal.sigwait(_ENDS)
+                got = signal.sigtimedwait(_SIGNALS, TICK_S)
+                # Behind a SIGSTOP that was longer than the wait, CPython makes a signal up from
+                # memory that nobody wrote: only these two are believed.
+                if got is not None and got.si_signo in _ENDS:
                     self._ask_to_end()
         finally:
             leftovers.end_children()
