@@ -360,6 +360,7 @@ async def test_sigterm_lets_a_job_end_and_takes_no_other(
         await until(began.exists)
         [server] = servers(process)
         process.terminate()
+        await until(lambda: not is_pending(process.pid, signal.SIGTERM))
         # The server has it passed on: the signal is caught, and not ended by.
         other = asyncio.create_task(isolated.call(named("mark"), {"path": str(mark)}, timeout_s=60))
         with redis.Redis.from_url(url) as client:
