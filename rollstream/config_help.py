@@ -152,8 +152,9 @@ def _docstrings() -> dict[tuple[str, str], str]:
     """Return {(class, field): the first sentence under it}, read from the source: the models do
     not carry it, and asking them to would parse the file once per class at every start."""  # noqa: D205, D209 - it begins with the mapping
     found: dict[tuple[str, str], str] = {}
-    tree = ast.parse(Path(tables.__file__).read_text(encoding="utf-8"))
-    for node in tree.body:
+    files = sorted(Path(tables.__file__).parent.glob("*.py"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    for node in (node for tree in trees for node in tree.body):
         if not isinstance(node, ast.ClassDef):
             continue
         found[node.name, ""] = _one_line(ast.get_docstring(node) or "")

@@ -12,7 +12,7 @@ PACKAGE = Path(rollstream.__file__).parent
 CLIENT = {"redis", "msgpack", "numpy", "rollstream"}
 """Beside the standard library: everything that the client library may import."""
 OF_THE_APPS = {
-    "settings.py": {"pydantic"},
+    "settings": {"pydantic"},
     "config.py": {"pydantic"},
     "config_help.py": {"pydantic"},
     "config_keys.py": {"pydantic"},
