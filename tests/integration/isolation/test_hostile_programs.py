@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.verify import FORK_BOMB, SWALLOWS
 from worker.isolation import landlock, leftovers, sandbox, seccomp
 from worker.isolation.program import ProgramLimits
 from worker.isolation.sandbox import MAIN, Head, Program, SandboxBroken, run_program, watch
@@ -83,21 +84,6 @@ def test_program_that_sleeps_is_ended_at_its_time(user: str) -> None:
     assert result.stdout == b"now\n"
 
 
-SWALLOWS = """
-import signal, time
-for number in range(1, 65):
-    try:
-        signal.signal(number, lambda *_: None)
-    except (OSError, ValueError):
-        pass
-while True:
-    try:
-        time.sleep(60)
-    except BaseException:
-        pass
-"""
-
-
 @pytest.mark.parametrize("user", BOTH)
 def test_program_that_swallows_everything_is_ended_at_its_time(user: str) -> None:
     assert run(SWALLOWS, user=user, timeout_s=0.3).timed_out
@@ -133,7 +119,6 @@ for _ in range(20):
 print("all", flush=True)
 time.sleep(60)
 """
-FORK_BOMB = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
 
 
 @pytest.mark.parametrize("user", USERS)

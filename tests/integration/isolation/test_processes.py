@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -41,6 +42,15 @@ def start(url: str, *more: str, processes: int = 1) -> subprocess.Popen[str]:
     own = ["--reward.isolated", ",".join(["math_verify", *ALL])]
     limits = [f"--verifier.memory_mb={MEMORY_MB}", f"--verifier.file_mb={FILE_MB}"]
     return start_verifier(url, *own, *limits, *more, processes=processes)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """End a verifier with the block, also where the test fails in its middle."""
+    try:
+        yield process
+    finally:
+        end(process)
 
 
 @pytest.fixture(scope="module")
@@ -333,70 +343,70 @@ async def test_nothing_is_left_of_a_verifier_that_is_killed(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:
     url = f"{valkey_url}/4"
-    process = start(url, processes=2)
-    async with asking(url, run_name) as isolated:
-        path = tmp_path / "escaped"
-        asked = asyncio.create_task(
-            isolated.call(named("leave_and_hang"), {"path": str(path)}, timeout_s=60)
-        )
-        escaped = await number_in(path)
-        everything = [*below(process.pid), escaped]
-        assert len(everything) >= 5  # two servers, two processes for jobs, and the escaped one
-        end(process, signal.SIGKILL)
-        await until(lambda: not any(map(is_there, everything)))
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+    with ended(start(url, processes=2)) as process:
+        async with asking(url, run_name) as isolated:
+            path = tmp_path / "escaped"
+            asked = asyncio.create_task(
+                isolated.call(named("leave_and_hang"), {"path": str(path)}, timeout_s=60)
+            )
+            escaped = await number_in(path)
+            everything = [*below(process.pid), escaped]
+            assert len(everything) >= 5  # two servers, two processes for jobs, and the escaped one
+            end(process, signal.SIGKILL)
+            await until(lambda: not any(map(is_there, everything)))
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
 
 
 async def test_sigterm_lets_a_job_end_and_takes_no_other(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:
     url = f"{valkey_url}/4"
-    process = start(url)
-    began, go, mark = (tmp_path / name for name in ("began", "go", "mark"))
-    async with asking(url, run_name) as isolated:
-        payload = {"began": str(began), "go": str(go)}
-        asked = asyncio.create_task(isolated.call(named("wait"), payload, timeout_s=60))
-        await until(began.exists)
-        [server] = servers(process)
-        process.terminate()
-        await until(lambda: not is_pending(process.pid, signal.SIGTERM))
-        # The server has it passed on: the signal is caught, and not ended by.
-        other = asyncio.create_task(isolated.call(named("mark"), {"path": str(mark)}, timeout_s=60))
-        with redis.Redis.from_url(url) as client:
-            await until(lambda: client.llen(f"rq:queue:{QUEUE}"))
-            go.touch()
-            assert await asked == "done"
-            assert await asyncio.to_thread(process.wait, 30) == 0
-            assert not is_there(server)
-            assert client.llen(f"rq:queue:{QUEUE}") == 1
-        assert not mark.exists()
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
-    end(process)
+    with ended(start(url)) as process:
+        began, go, mark = (tmp_path / name for name in ("began", "go", "mark"))
+        async with asking(url, run_name) as isolated:
+            payload = {"began": str(began), "go": str(go)}
+            asked = asyncio.create_task(isolated.call(named("wait"), payload, timeout_s=60))
+            await until(began.exists)
+            [server] = servers(process)
+            process.terminate()
+            await until(lambda: not is_pending(process.pid, signal.SIGTERM))
+            # The server has it passed on: the signal is caught, and not ended by.
+            other = asyncio.create_task(
+                isolated.call(named("mark"), {"path": str(mark)}, timeout_s=60)
+            )
+            with redis.Redis.from_url(url) as client:
+                await until(lambda: client.llen(f"rq:queue:{QUEUE}"))
+                go.touch()
+                assert await asked == "done"
+                assert await asyncio.to_thread(process.wait, 30) == 0
+                assert not is_there(server)
+                assert client.llen(f"rq:queue:{QUEUE}") == 1
+            assert not mark.exists()
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
 
 
 async def test_a_second_sigterm_ends_the_jobs_too_and_says_so(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:
     url = f"{valkey_url}/4"
-    process = start(url)
-    async with asking(url, run_name) as isolated:
-        path = tmp_path / "escaped"
-        asked = asyncio.create_task(
-            isolated.call(named("leave_and_hang"), {"path": str(path)}, timeout_s=60)
-        )
-        escaped = await number_in(path)
-        everything = [*below(process.pid), escaped]
-        process.terminate()
-        await until(lambda: not is_pending(process.pid, signal.SIGTERM))
-        process.terminate()
-        with pytest.raises(IsolatedFault, match="died") as caught:
-            await asked
-        assert caught.value.retryable
-        assert await asyncio.to_thread(process.wait, 30) == 0
-        assert not any(map(is_there, everything))
-    end(process)
+    with ended(start(url)) as process:
+        async with asking(url, run_name) as isolated:
+            path = tmp_path / "escaped"
+            asked = asyncio.create_task(
+                isolated.call(named("leave_and_hang"), {"path": str(path)}, timeout_s=60)
+            )
+            escaped = await number_in(path)
+            everything = [*below(process.pid), escaped]
+            process.terminate()
+            await until(lambda: not is_pending(process.pid, signal.SIGTERM))
+            process.terminate()
+            with pytest.raises(IsolatedFault, match="died") as caught:
+                await asked
+            assert caught.value.retryable
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert not any(map(is_there, everything))
 
 
 def is_pending(pid: int, number: int) -> bool:
