@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rollstream.errors import DropReason, MemberReason, Status
 from rollstream.group import Drop, EnvRule, GroupView, Keep, MemberView, judge_member
 from rollstream.queue.reads import StoredGroup
+from rollstream.sample import Sample
 from rollstream.wire import decode_header
 
-from ..bounded import Overdue, run_bounded
+from ..bounded import Overdue, in_thread, run_bounded
 from ..functions import describe
+from ..members.groups import own_copy
 from ..members.work import place_of
 from .loader import LoadedFilter
 
@@ -149,7 +151,9 @@ async def _ask(one: LoadedFilter, view: GroupView, timeout_s: float) -> Verdict:
             answer = one.function(view)
         else:
             # A copy: what it writes into it (by mistake, or late) is nobody's verdict or figure.
-            answer = await run_bounded(one.function, own_copy(view), timeout_s=timeout_s)
+            # In a thread: rewards of hundreds of members may be large dictionaries.
+            mine = await in_thread(own_view, view)
+            answer = await run_bounded(one.function, mine, timeout_s=timeout_s)
     except Overdue:
         raise FilterHung(f"filter {one.name}: no answer within {timeout_s:g} s") from None
     except Exception as error:
@@ -165,24 +169,30 @@ async def _ask(one: LoadedFilter, view: GroupView, timeout_s: float) -> Verdict:
     return Verdict(DropReason.CUSTOM, detail)
 
 
-def own_copy(view: GroupView) -> GroupView:
-    """Return a view that may be written into; arrays are shared, and read-only."""
-    members = [_copy_of(member) for member in view.members]
-    return dataclasses.replace(view, members=members, metadata=copy.deepcopy(view.metadata))
+def own_view(view: GroupView) -> GroupView:
+    """Return a view that may be written into; arrays and calls are shared."""
+    members = [_own_member(member) for member in view.members]
+    return dataclasses.replace(view, members=members, metadata=own_copy(view.metadata))
 
 
-def _copy_of(member: MemberView) -> MemberView:
+def _own_member(member: MemberView) -> MemberView:
     mine = copy.copy(member)
     if mine.header is not None:
         leaves = [copy.copy(leaf) for leaf in mine.header.leaves]
         for leaf in leaves:
-            leaf.reward = copy.deepcopy(leaf.reward)
+            leaf.reward = own_copy(leaf.reward)
         mine.header = dataclasses.replace(mine.header, leaves=leaves)
     mine.missing = copy.copy(mine.missing)
     if isinstance(mine.trajectory, list):
-        mine.trajectory = [copy.copy(leaf) for leaf in mine.trajectory]
-    else:
-        mine.trajectory = copy.copy(mine.trajectory)
+        mine.trajectory = [_own_sample(leaf) for leaf in mine.trajectory]
+    elif mine.trajectory is not None:
+        mine.trajectory = _own_sample(mine.trajectory)
+    return mine
+
+
+def _own_sample(sample: Sample) -> Sample:
+    mine = copy.copy(sample)
+    mine.reward, mine.metadata = own_copy(mine.reward), own_copy(mine.metadata)
     return mine
 
 

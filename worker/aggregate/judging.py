@@ -8,6 +8,7 @@ answered travels in new headers and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -193,6 +194,8 @@ class Case:
             await self._fill(view)
             answers = await reward.score([self._trajectory_of(member) for member in asked])
             for member, scored in zip(asked, answers, strict=True):
+                if isinstance(scored, dict):
+                    await asyncio.sleep(0)  # a large one takes a moment to pack, and there are many
                 self._give(member, scored)
             self._trajectories = None  # the function may have written into them
         headers = [

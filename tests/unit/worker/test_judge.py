@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 
 from rollstream.errors import ConfigError, DropReason, StopReason
 from rollstream.group import Drop, GroupView, Keep
-from worker.aggregate.judge import EnvJudge, FilterError, Verdict, judge, own_copy
+from tests.builders import a_sample
+from worker.aggregate.judge import EnvJudge, FilterError, Verdict, judge, own_view
 from worker.aggregate.loader import LoadedFilter, load_filters
+from worker.members.work import leaves_of
 
 from .views import DEADLINE, header, leaf, rewarded, view
 
@@ -126,7 +129,7 @@ async def test_judge_runs_an_async_filter_of_the_users() -> None:
 async def test_judge_gives_a_users_filter_a_copy_that_it_may_write_into() -> None:
     group = view([header(leaf({"score": 1.0})), header(leaf({"score": 0.0}))], reward_key="score")
     group.metadata["of"] = {"row": 1}
-    untouched = own_copy(group)
+    untouched = own_view(group)
 
     def spoils(given: GroupView) -> Keep:
         assert given.rewards == [1.0, 0.0]
@@ -141,6 +144,44 @@ async def test_judge_gives_a_users_filter_a_copy_that_it_may_write_into() -> Non
 
     assert await judged(group, a_filter(spoils), a_filter(spoils)) == Verdict()
     assert group == untouched
+
+
+async def test_judge_gives_a_filter_bodies_whose_notes_no_other_filter_wrote() -> None:
+    group = rewarded(1.0, 0.0)
+    group.members[0].trajectory = a_sample(metadata={"seen": [1]}, reward={"score": 1.0})
+    group.members[1].trajectory = [a_sample(metadata={"seen": [1]}, reward={"score": 0.0})]
+
+    def spoils(given: GroupView) -> Keep | Drop:
+        for member in given.members:
+            assert member.trajectory is not None
+            (sample,) = leaves_of(member.trajectory)
+            assert isinstance(sample.reward, dict)
+            if sample.metadata != {"seen": [1]} or len(sample.reward) != 1:
+                return Drop("another filter wrote into it")
+            sample.metadata["seen"].append(2)
+            sample.reward["mine"] = 1.0
+        return Keep()
+
+    async def bodies() -> None:
+        """They are there."""
+
+    mine = a_filter(spoils, "bodies")
+    assert await judged(group, mine, mine, bodies=bodies) == Verdict()
+
+
+async def test_judge_copies_a_group_for_a_users_filter_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def copies(group: GroupView) -> GroupView:
+        threads.append(threading.current_thread())
+        return own_view(group)
+
+    monkeypatch.setattr("worker.aggregate.judge.own_view", copies)
+    await judged(rewarded(1.0, 0.0), a_filter(lambda group: Keep()))
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_judge_fetches_bodies_once_and_only_for_a_filter_that_needs_them() -> None:
