@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import redis
@@ -21,7 +22,7 @@ import structlog
 from rollstream.link import OUTAGE
 from rollstream.queue.connection import Reach, refuse_cluster
 
-from ..bounded import in_thread
+from ..bounded import Threads
 from .messages import MAX_PAYLOAD_BYTES, MAX_RESULT_BYTES, QUEUE, inbox_key
 
 BLOCK_S = 0.5
@@ -39,6 +40,8 @@ _SETTLE_S = 0.5
 PATIENCE_S = 600.0
 """How long a job waits for servers that are away or full: the sample is not to blame."""
 DETAILS = ("raised", "timeout", "crashed", "lost", "unreachable", "too_large", "invalid")
+_THREADS = Threads(8, "isolated-jobs")
+"""Their own: while the place for jobs does not answer, each is held for seconds."""
 _RETRYABLE = ("crashed", "lost", "unreachable")
 _counter = itertools.count()
 log = structlog.get_logger("worker")
@@ -126,7 +129,7 @@ class Isolated:
             ConfigError: it is a cluster.
         """
         with contextlib.suppress(redis.RedisError, OSError):
-            await in_thread(refuse_cluster, self._jobs, self._jobs_key)
+            await _in_thread(refuse_cluster, self._jobs, self._jobs_key)
         await self._look_for_verifiers()
 
     async def call(self, job: str, payload: dict[str, Any], *, timeout_s: float) -> Any:
@@ -180,7 +183,7 @@ class Isolated:
         self._waiting[token] = future
         self._wanted.set()
         # Bounded by the socket's own timeouts.
-        sending = asyncio.create_task(in_thread(self._enqueue, job, token, payload, timeout_s))
+        sending = asyncio.create_task(_in_thread(self._enqueue, job, token, payload, timeout_s))
         try:
             await asyncio.shield(sending)
             self._sent.add(token)
@@ -199,7 +202,7 @@ class Isolated:
         async def forget() -> None:
             # Its thread cannot be cancelled; an error of it concerns nobody any more.
             await asyncio.gather(sending, return_exceptions=True)
-            await in_thread(self._take_back, token)
+            await _in_thread(self._take_back, token)
 
         self._aside(forget())
 
@@ -216,7 +219,7 @@ class Isolated:
         sent = {token: self._waiting[token] for token in self._sent & self._waiting.keys()}
         await asyncio.sleep(_SETTLE_S)
         with contextlib.suppress(redis.RedisError, OSError):  # away again
-            lost = await in_thread(self._not_there, list(sent))
+            lost = await _in_thread(self._not_there, list(sent))
             await asyncio.sleep(_SETTLE_S)
             for token in lost:
                 if not sent[token].done():
@@ -238,7 +241,7 @@ class Isolated:
     async def _look_for_verifiers(self) -> None:
         """Say once, until a result comes, that nobody serves: samples would wait for minutes."""
         with contextlib.suppress(redis.RedisError, OSError):  # an outage is said elsewhere
-            is_served = self._is_unserved or await in_thread(self._is_served)
+            is_served = self._is_unserved or await _in_thread(self._is_served)
             if not is_served and not self._is_unserved:
                 self._is_unserved = True
                 log.warning("no_verifier", queue=QUEUE, place=self._jobs_key, message=NOBODY)
@@ -328,7 +331,11 @@ class Isolated:
             for task in pending:
                 task.cancel()
         await self._reader.aclose()
-        await in_thread(self._jobs.close)
+        await _in_thread(self._jobs.close)
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    return await _THREADS.submit(functools.partial(function, *args))
 
 
 def _job_id(token: str) -> str:
