@@ -35,10 +35,13 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with(parent: int) -> None:
-    """End this process when its parent `parent` ends; at once, where it has ended already."""
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent `parent` ends.
+
+    Where it has ended already, no signal comes: then this process ends at once.
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 

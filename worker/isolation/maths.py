@@ -25,8 +25,8 @@ def math_verify(payload: dict[str, Any]) -> float:
     if len(answer) > MAX_ANSWER_CHARS:
         return 0.0
     package = _package()
-    # Its own timeouts use the alarm that RQ uses, and turn a hang into a wrong answer; the
-    # process is killed instead, and there is no verdict.
+    # Its own timeouts turn a hang into a wrong answer; the process is killed instead, and there
+    # is no verdict.
     gold = package.parse(f"\\boxed{{{label}}}", parsing_timeout=None)
     given = package.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     return float(package.verify(gold, given, timeout_seconds=None))

@@ -12,7 +12,6 @@ grew, is replaced at once.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -39,7 +38,6 @@ _TICK_S = 0.1
 """How soon a server that lost its supervisor notices, while a job runs."""
 _HEAD_BYTES = 5
 _CLEAN, _DIRTY = b"\0", b"\1"
-_PR_SET_PDEATHSIG = 1
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
@@ -216,7 +214,7 @@ def _be_a_pen(
     """Run jobs until killed; returns to nobody."""
     try:
         os.setpgid(0, 0)
-        die_with(server, signal.SIGKILL)
+        leftovers.die_with(server)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _close_others(pipe.fileno())
@@ -251,17 +249,6 @@ def _read(pipe: socket.socket, size: int) -> bytes:
             os._exit(0)
         data += part
     return bytes(data)
-
-
-def die_with(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends.
-
-    It is not sent where the parent ended before.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _close_others(keep: int) -> None:

@@ -1,6 +1,7 @@
 """What one run of a model's program may use, and what became of it.
 
-Owns the two records. Never runs anything. Axis legend: none.
+Owns the two records. Never runs anything. Invariant: what the machine did not give a program
+(`starved`) is told apart from what the program did.
 """
 
 from __future__ import annotations

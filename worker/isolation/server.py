@@ -40,7 +40,7 @@ from . import leftovers
 from .desk import Desk
 from .inboxes import Inboxes
 from .messages import MAX_TIMEOUT_S, QUEUE, failure
-from .pen import Abandoned, Crashed, Overdue, Pen, die_with
+from .pen import Abandoned, Crashed, Overdue, Pen
 from .place import Place, settle
 from .table import Job as Entry
 
@@ -341,7 +341,7 @@ def serve(
     os.setpgid(0, 0)  # what is meant for the supervisor's group is the supervisor's to pass on
     signal.signal(signal.SIGTERM, server.ask_to_end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(supervisor, signal.SIGTERM)
+    leftovers.die_with(supervisor, signal.SIGTERM)
     leftovers.adopt_orphans()
     random.seed()
     settle(Place(slot, limits))

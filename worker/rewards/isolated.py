@@ -11,6 +11,7 @@ from typing import Any
 from rollstream.errors import RewardFault
 
 from ..isolation import Isolated, IsolatedFault
+from ..isolation.maths import MAX_ANSWER_CHARS
 from . import verdicts
 from .answers import answer_of, boxed
 from .case import Case, computed
@@ -23,8 +24,6 @@ OWN_TIME = 0.5
 """Share of a verdict's time that the tests of a program have, in time that the program had: what
 uses it up is a failed test. The other half is for a machine that is busy, before the kill that
 ends as no verdict."""
-MAX_ANSWER_CHARS = 8192
-"""A longer answer is wrong: nobody's expected answer is that long."""
 
 
 class IsolatedRewards:

@@ -18,12 +18,12 @@ from ..types import Tool
 from .bound import BoundTool
 from .calculator import Calculator
 from .function import FunctionTool
+from .mcp import MCP
 from .python import Jobs, PythonTool
 from .rules import RuleBook
 from .schema import check_spec
 
 CALCULATOR, PYTHON = BUILT_IN = ("calculator", "python")
-MCP = "mcp:"
 _CONCURRENCY: int = WorkerTable.model_fields["tool_concurrency"].default
 
 
