@@ -1,6 +1,6 @@
 """Rewards: what a finished trajectory is worth, in this process or in one of its own."""
 
-from .answers import answer_of, boxed, final_text
+from .answers import answer_of, boxed
 from .kinds import BUILT_IN, always_isolated, needs_isolation
 from .scorer import Scorer, build_scorer
 
@@ -11,6 +11,5 @@ __all__ = [
     "answer_of",
     "boxed",
     "build_scorer",
-    "final_text",
     "needs_isolation",
 ]

@@ -45,19 +45,16 @@ def final_turn_ids(sample: Sample) -> TokenIds:
 
 
 def final_message(sample: Sample, renderer: Renderer) -> AssistantMessage | None:
-    """Return the last assistant turn, parsed from its ids; None where nothing was sampled."""
+    """Return the last assistant turn, parsed from its ids; None where nothing was sampled.
+
+    Its content is the final text: neither reasoning nor tool calls are in it.
+    """
     ids = final_turn_ids(sample)
     if len(ids) == 0:
         return None
     start = len(sample.tokens[: sample.calls[-1].end]) - len(ids)
     tail = sample.tokens[max(0, start - 64) : start]
     return renderer.parse(ids, tail)
-
-
-def final_text(sample: Sample, renderer: Renderer) -> str:
-    """Return the last assistant turn without its reasoning and without tool calls, from ids."""
-    message = final_message(sample, renderer)
-    return "" if message is None else message.content
 
 
 def boxed(text: str) -> str | None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollstream.sample import Sample
 from tests.builders import a_sample
-from worker.rewards import answer_of, boxed, final_text
-from worker.rewards.answers import final_turn_ids, normalized, same_answer
+from worker.rewards import answer_of, boxed
+from worker.rewards.answers import final_message, final_turn_ids, normalized, same_answer
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,16 @@ def sampled(renderer: Any, *texts: str) -> Sample:
 def test_the_final_text_has_no_reasoning_no_call_and_no_end(
     text: str, expected: str, qwen3: Any
 ) -> None:
-    assert final_text(sampled(qwen3, "earlier<|im_end|>", text), qwen3).strip() == expected
+    message = final_message(sampled(qwen3, "earlier<|im_end|>", text), qwen3)
+    assert message is not None
+    assert message.content.strip() == expected
 
 
 def test_reasoning_that_the_prompt_opened_is_not_final_text(qwen3: Any) -> None:
     opener = qwen3.encode_raw("<|im_start|>assistant\n<think>\n").tolist()
     reply = qwen3.encode_raw("maybe 9\n</think>\n\n8<|im_end|>").tolist()
     sample = a_sample(prompt_ids=opener, turns=[(reply, ())])
-    assert final_text(sample, qwen3).strip() == "8"
-    assert final_text(Sample(tokens=np.array([1], dtype=np.int32)), qwen3) == ""
+    message = final_message(sample, qwen3)
+    assert message is not None
+    assert message.content.strip() == "8"
+    assert final_message(Sample(tokens=np.array([1], dtype=np.int32)), qwen3) is None
