@@ -92,7 +92,8 @@ def test_live_workers_obey_updates_and_evaluate_in_between(
     versions: list[int] = []
     busy: list[int] = []
     with workers(tmp_path, 1 if mode == "abort" else 2, options):
-        assert stream.engines() == [sim.url]
+        # A worker says with its first beat, a moment behind its readiness, which engines it found.
+        wait_until(lambda: stream.engines() == [sim.url])
         training = threading.Thread(target=train, args=(stream, run, sim, versions, busy, mode))
         training.start()
         results: list[EvalResult] = []
