@@ -24,6 +24,7 @@ from rollstream.settings.rollouts import (
 )
 from rollstream.settings.services import (
     DebugTable,
+    ExporterTable,
     GatewayTable,
     McpTable,
     RedisTable,
@@ -41,6 +42,7 @@ __all__ = [
     "DebugTable",
     "EngineTable",
     "EnvTable",
+    "ExporterTable",
     "GatewayTable",
     "McpTable",
     "ModelTable",

@@ -131,6 +131,17 @@ class TelemetryTable(Table):
     the background: `rollout_logprob_difference`."""
 
 
+class ExporterTable(Table):
+    """The exporter: what is measured of a run as a whole, once, from its state in Redis."""
+
+    host: str = "0.0.0.0"
+    """Address that `/metrics`, `/healthz` and `/readyz` listen on."""
+    port: int = Field(9401, ge=0, le=65535)
+    """A port in use takes the next free one and says so; 0 takes any."""
+    interval_s: float = Field(2.0, ge=0.1, le=60)
+    """How often the run is read; a scrape is answered with what was read last."""
+
+
 class GatewayTable(Table):
     """The chat API that agents call (`generate = "agent"`), served by every worker."""
 

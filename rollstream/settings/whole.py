@@ -24,6 +24,7 @@ from rollstream.settings.rollouts import (
 )
 from rollstream.settings.services import (
     DebugTable,
+    ExporterTable,
     GatewayTable,
     McpTable,
     RedisTable,
@@ -57,6 +58,7 @@ class Settings(Table):
     mcp: dict[str, McpTable] = Field(default_factory=dict)
     telemetry: TelemetryTable = TelemetryTable()
     gateway: GatewayTable = GatewayTable()
+    exporter: ExporterTable = ExporterTable()
     debug: DebugTable = DebugTable()
 
     def envs(self) -> dict[str, EnvTable]:
