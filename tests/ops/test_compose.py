@@ -7,9 +7,7 @@ and folders of this machine, until groups come out at the trainer's end.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,33 +18,17 @@ from typing import Any
 
 import pytest
 import redis
-import yaml
 
-from examples.devserver import die_with_parent, free_port, server_binary
 from rollstream import GroupStream
 from rollstream.queue.blocking import BlockingQueue
+from tests.ops.composed import FILE, ROOT, VARIABLE, Machine, load
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "docker-compose.yml"
 OURS = ("secrets", "producer", "worker", "verifier", "sim")
-_VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
-
-
-def resolve(value: Any) -> Any:
-    """Fill in `${NAME:-default}` as compose does where no variable is set."""
-    if isinstance(value, str):
-        return _VARIABLE.sub(lambda found: found[2], value)
-    if isinstance(value, list):
-        return [resolve(item) for item in value]
-    if isinstance(value, dict):
-        return {key: resolve(item) for key, item in value.items()}
-    return value
 
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = resolve(yaml.safe_load(FILE.read_text()))
-    return loaded
+    return load()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +52,7 @@ def test_compose_has_the_services_and_only_the_stand_in_is_behind_a_profile(
 
 def test_every_variable_of_the_compose_file_has_a_default() -> None:
     text = "\n".join(line for line in FILE.read_text().splitlines() if not line.startswith("#"))
-    assert re.sub(_VARIABLE, "", text).count("${") == 0
+    assert re.sub(VARIABLE, "", text).count("${") == 0
 
 
 def test_workers_scale_because_nothing_of_a_service_can_collide(
@@ -155,96 +137,6 @@ def test_image_copies_only_what_exists_and_is_not_ignored() -> None:
 
 
 # --- the very commands ---------------------------------------------------------------------------
-class Machine:
-    """Runs services of the compose file as processes: names and paths become local ones."""
-
-    def __init__(self, services: Mapping[str, Any], folder: Path, vocabulary: Path) -> None:
-        self.services, self.folder = services, folder
-        self.redis_port, self.engine_port, self.metrics_port = (free_port() for _ in range(3))
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        (folder / "data").mkdir()
-        (folder / "ops").symlink_to(ROOT / "ops")
-        shutil.copy(ROOT / "ops" / "rollstream.toml", folder)
-        self.places = {
-            "/etc/rollstream/redis.conf": str(folder / "redis.conf"),
-            "/run/rollstream": str(folder / "secrets"),
-            "/models/qwen3/tokenizer.json": str(vocabulary),
-            "http://engine:30000": f"http://127.0.0.1:{self.engine_port}",
-            "127.0.0.1:30000": f"127.0.0.1:{self.engine_port}",
-            "127.0.0.1:9400": f"127.0.0.1:{self.metrics_port}",
-            "--port=30000": f"--port={self.engine_port}",
-            "--host=0.0.0.0": "--host=127.0.0.1",
-        }
-        text = self.here((ROOT / "ops" / "redis.conf").read_text())
-        text = text.replace("port 6379", f"port {self.redis_port}").replace("dir /data", "dir data")
-        (folder / "redis.conf").write_text(text.replace("bind * -::*", "bind 127.0.0.1"))
-
-    def here(self, text: str) -> str:
-        for there, place in self.places.items():
-            text = text.replace(there, place)
-        return text
-
-    def environment(self, service: str) -> dict[str, str]:
-        given = self.services[service].get("environment", {})
-        ours = {key: self.here(value) for key, value in given.items()}
-        # Container-internal ports and the number of replicas are the only things that differ.
-        ours |= {"ROLLSTREAM_TELEMETRY__METRICS_HOST": "127.0.0.1"} if given else {}
-        ours |= {"ROLLSTREAM_TELEMETRY__METRICS_PORT": str(self.metrics_port)} if given else {}
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("ROLLSTREAM_")}
-        return clean | ours | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-
-    def command(self, words: list[str]) -> list[str]:
-        programs = {"python": sys.executable, "valkey-server": server_binary()}
-        return [programs.get(words[0], words[0]), *(self.here(word) for word in words[1:])]
-
-    def start(self, service: str, number: int = 1) -> None:
-        words = self.command(self.services[service]["command"])
-        if service == "secrets":
-            words = [*words[:-2], "127.0.0.1", str(self.redis_port)]
-        with (self.folder / f"{service}-{number}.log").open("wb") as log:
-            self.processes[f"{service}-{number}"] = subprocess.Popen(
-                words,
-                cwd=self.folder,
-                env=self.environment(service),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=die_with_parent,
-            )
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()[-3000:]
-
-    def ended(self, name: str, timeout_s: float) -> int:
-        return self.processes[name].wait(timeout_s)
-
-    def healthy(self, service: str) -> bool:
-        kind, *words = self.services[service]["healthcheck"]["test"]
-        assert kind == "CMD"
-        done = subprocess.run(self.command(words), env=os.environ, capture_output=True, check=False)
-        return done.returncode == 0
-
-    def look(self, service: str, command: str) -> subprocess.CompletedProcess[str]:
-        """Run what `docker compose exec SERVICE rollstream COMMAND` runs."""
-        return subprocess.run(
-            [sys.executable, "-m", "rollstream.cli", command],
-            cwd=self.folder,
-            env=self.environment(service),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def stop(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-
-    @property
-    def url(self) -> str:
-        return (self.folder / "secrets" / "redis_url").read_text().strip()
-
-
 @pytest.fixture
 def machine(services: Mapping[str, Any], tmp_path: Path, vocabulary: Path) -> Iterator[Machine]:
     started = Machine(services, tmp_path, vocabulary)
@@ -261,15 +153,15 @@ def until(claim: str, holds: Any, timeout_s: float = 30.0) -> None:
 
 def only_pings(machine: Machine) -> bool:
     """Whether the health check's user may ping and no more, and nobody without a name."""
-    port = machine.redis_port
-    with redis.Redis(port=port, username="health", password="any") as health:
+    host, port = machine.address("redis").split(":")
+    with redis.Redis(host, int(port), username="health", password="any") as health:
         try:
             health.ping()
         except redis.ConnectionError:
             return False
         with pytest.raises(redis.exceptions.NoPermissionError):
             health.get("rs:{demo}:m")
-    with redis.Redis(port=port) as nobody, pytest.raises(redis.AuthenticationError):
+    with redis.Redis(host, int(port)) as nobody, pytest.raises(redis.AuthenticationError):
         nobody.ping()
     return True
 
