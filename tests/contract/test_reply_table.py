@@ -111,8 +111,10 @@ FAULTS = [
     same(F.EXPERTS_GARBAGE, D.REPLAY_MISMATCH, replay=True),
 ]
 """Replies whose tokens are discarded."""
-BELIEVED = [F.SLOW, F.LENGTH, F.NO_END, F.VERSION_CHANGE, F.NO_VERSION, F.SPANS_WRONG]
-"""Replies that are odd, or of which nobody can tell (spans that name other weights)."""
+BELIEVED = [
+    F.SLOW, F.LENGTH, F.NO_END, F.VERSION_CHANGE, F.NO_VERSION, F.SPANS_WRONG, F.LOGPROBS_WRONG,
+]  # fmt: skip
+"""Replies that are odd, or of which nobody can tell (other weights named, other log-probs said)."""
 STOPPED = [F.ABORT, F.ABORT_EMPTY]
 """Replies that the trajectory goes on from."""
 

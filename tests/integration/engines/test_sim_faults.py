@@ -61,6 +61,7 @@ SGLANG_WRONG: dict[Fault, str] = {
     Fault.LOGPROB_POSITIVE: "output_token_logprobs",
     Fault.LOGPROB_NAN: "output_token_logprobs",
     Fault.LOGPROB_LOWEST: "output_token_logprobs",
+    Fault.LOGPROBS_WRONG: "output_token_logprobs",
     Fault.OTHER_IDS: "output_token_logprobs",
     Fault.BAD_TOKEN: "output_ids output_token_logprobs",
     Fault.NEGATIVE_TOKEN: "output_ids output_token_logprobs",
@@ -289,6 +290,30 @@ async def test_shares_draw_every_fault_with_a_name_of_its_own(policy: Policy) ->
             except httpx.RemoteProtocolError:
                 continue
         assert set(names) <= set(sim.engine.counts)
+
+
+async def test_shares_can_be_changed_while_it_runs_and_what_is_left_out_ends(
+    policy: Policy,
+) -> None:
+    async with sim_server(policy, faults={"500": 1.0}) as sim:
+        assert (await sim.ask("sglang", PROMPT)).status_code == 500
+        await sim.post("/sim/faults", {"503": 1, "nan": 0})
+        assert (await sim.ask("sglang", PROMPT)).status_code == 503
+        assert (await sim.get("/sim"))["faults"]["others"] == {"503": 1, "nan": 0}
+        await order(sim, "400")
+        await sim.post("/sim/faults", {})
+        assert (await sim.ask("sglang", PROMPT)).status_code == 400  # orders stay
+        assert (await sim.ask("sglang", PROMPT)).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{"nun": 1.0}, {"nan": "1"}, {"nan": True}, {"nan": 2}])
+async def test_shares_that_make_no_sense_are_refused_and_change_nothing(
+    policy: Policy, body: dict[str, Any]
+) -> None:
+    async with sim_server(policy) as sim:
+        assert (await sim.post("/sim/faults", body)).status_code == 400
+        assert (await sim.ask("sglang", PROMPT)).status_code == 200
+        assert (await sim.get("/sim"))["faults"]["others"] == {}
 
 
 # -- control faults

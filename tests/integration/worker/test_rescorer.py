@@ -22,6 +22,8 @@ from worker.engines.sim.http import port_of, serve
 from worker.engines.sim.policy import Policy
 from worker.engines.sim.server import SimEngine
 from worker.members.rescorer import QUEUE_SAMPLES, Rescorer
+from worker.sampling import Sampling
+from worker.types import RequestIds
 
 from .parts import wait_until
 
@@ -51,8 +53,8 @@ def a_rescorer(engine: Any, fraction: float = 1.0, **kw: Any) -> tuple[Rescorer,
 
 
 @contextlib.asynccontextmanager
-async def pool_of(policy: Policy, version: str = "5") -> AsyncIterator[EnginePool]:
-    quick = FaultConfig(latency_median_s=0.0, token_s=0.0)
+async def pool_of(policy: Policy, version: str = "5", **faults: float) -> AsyncIterator[EnginePool]:
+    quick = FaultConfig(latency_median_s=0.0, token_s=0.0, others=faults)
     server = await serve(
         SimEngine(policy, faults=quick, weight_version=version).handle, "127.0.0.1", 0
     )
@@ -90,6 +92,26 @@ async def test_a_sample_whose_log_probs_are_shifted_is_a_mismatch(policy: Policy
         assert await scored(rescorer, wrong, sampled(policy, 0, 1)) == {"compared": 2}
     assert seen.mismatches == 1
     assert max(seen.differences) > 0.5
+
+
+async def test_log_probs_of_an_engine_that_lies_are_a_mismatch_with_its_own_prefill(
+    policy: Policy,
+) -> None:
+    one = sampled(policy, 0, 0)
+    prompt = one.tokens[: one.prompt_length].tolist()
+    request = RequestIds([",".join(map(str, prompt)).encode()], len(prompt))
+    async with pool_of(policy, logprobs_wrong=1.0) as pool:
+        said = await pool.generate(
+            request, Sampling(max_new_tokens=16, temperature=1.0), routing_key="a", version=5
+        )
+        sample = a_sample(
+            0, 0, prompt_ids=prompt, turns=[(said.ids.tolist(), [])], versions=5,
+            rollout_log_probs=said.log_probs,
+        )  # fmt: skip
+        rescorer, seen = a_rescorer(pool)
+        assert await scored(rescorer, sample) == {"compared": 1}
+    assert seen.mismatches == 1
+    assert seen.differences == pytest.approx([0.75] * len(said.ids), abs=1e-5)
 
 
 def all_a_little_off(sample: Sample) -> None:

@@ -58,6 +58,7 @@ WRONG = {
     Fault.LOGPROB_POSITIVE: "log_probs",
     Fault.LOGPROB_NAN: "log_probs",
     Fault.LOGPROB_LOWEST: "log_probs",
+    Fault.LOGPROBS_WRONG: "log_probs",
     Fault.OTHER_IDS: "log_prob_ids",
     Fault.BAD_TOKEN: "ids log_prob_ids",
     Fault.NEGATIVE_TOKEN: "ids log_prob_ids",

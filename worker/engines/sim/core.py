@@ -16,6 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -24,7 +25,17 @@ import numpy as np
 from rollstream.sample import LogProbs, TokenIds
 
 from ..server_words import version_spans
-from .faults import BREAKS, CUTS, NEED_TOKENS, STATUSES, Fault, FaultConfig, FaultDice, Order
+from .faults import (
+    BREAKS,
+    CUTS,
+    NAMED,
+    NEED_TOKENS,
+    STATUSES,
+    Fault,
+    FaultConfig,
+    FaultDice,
+    Order,
+)
 from .flight import ABORTED, RETRACTED, Deliver, End, Flight, Stream, break_of, next_event
 from .http import Exchange
 from .policy import Policy, Reply
@@ -91,6 +102,17 @@ class SimCore:
     def order(self, orders: Sequence[Order]) -> int:
         """Say what happens to the next requests; return how many are ordered."""
         return self._dice.order(orders)
+
+    def set_faults(self, shares: Mapping[str, float]) -> None:
+        """Have these shares of requests go wrong from here on, and no others.
+
+        Raises:
+            ConfigError: no fault of that name, or no share.
+        """
+        none = {name: 0.0 for name in NAMED.values()}
+        faults = replace(self.faults, **none, others=dict(shares))
+        self._dice.draw_from(faults)
+        self.faults = faults
 
     def draw(self) -> Order:
         """Count a request and return what happens to it."""

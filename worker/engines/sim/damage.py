@@ -2,8 +2,8 @@
 
 Owns what each kind of damage does to a reply. Knows no protocol and no clock, and draws nothing:
 what is spoilt, and where, is a function of the reply. Invariant: exactly one thing is wrong with a
-spoilt frame, so that a client that believes it has failed at that one check (`SPANS_WRONG` alone
-passes every check: it is for the auditor of the log-probs).
+spoilt frame, so that a client that believes it has failed at that one check (two pass every check of
+a reply: `SPANS_WRONG` is for the auditor of the log-probs, `LOGPROBS_WRONG` for who scores again).
 
 Axes: P prompt ids, C ids of one reply, L fed tokens.
 """
@@ -24,6 +24,8 @@ NAN_MARK = -123456.5
 """Stands for NaN until the bytes are there: JSON has no word for it, Python's own writer has."""
 LOWEST = -9999.0
 """What vLLM says where it has no evidence."""
+WRONG_BY = 0.75
+"""Nats that each log-prob of a lie is too low: of a sample's mean more than any engine differs by."""
 UNKNOWN_FINISH = "interrupted"
 MISPLACED_ID = 17
 
@@ -120,6 +122,11 @@ def _set_id(frame: Frame, token: int) -> None:
 def _set_log_prob(frame: Frame, value: float | None) -> None:
     if frame.log_probs:
         frame.log_probs[len(frame.log_probs) // 2] = value
+
+
+def _wrong_log_probs(frame: Frame) -> None:
+    """Say what these weights never said: a prefill of the same ids has other log-probs."""
+    frame.log_probs = [value - WRONG_BY for value in frame.log_probs or ()]
 
 
 def _no_log_probs(frame: Frame) -> None:
@@ -231,6 +238,7 @@ _DAMAGE: Mapping[Fault, Callable[[Frame], None]] = {
     Fault.LOGPROB_POSITIVE: lambda frame: _set_log_prob(frame, 0.5),
     Fault.LOGPROB_NAN: lambda frame: _set_log_prob(frame, NAN_MARK),
     Fault.LOGPROB_LOWEST: lambda frame: _set_log_prob(frame, LOWEST),
+    Fault.LOGPROBS_WRONG: _wrong_log_probs,
     Fault.OTHER_IDS: _other_ids,
     Fault.NEGATIVE_TOKEN: lambda frame: _set_id(frame, -1),
     Fault.COMPLETION_TOKENS: _wrong_count,

@@ -54,6 +54,7 @@ class Fault(StrEnum):
     LOGPROB_POSITIVE = "logprob_positive"
     LOGPROB_NAN = "logprob_nan"
     LOGPROB_LOWEST = "logprob_lowest"
+    LOGPROBS_WRONG = "logprobs_wrong"
     OTHER_IDS = "other_ids"
     BAD_TOKEN = "bad_token"
     NEGATIVE_TOKEN = "negative_token"
@@ -95,6 +96,7 @@ NEED_TOKENS = frozenset(
         Fault.LOGPROB_POSITIVE,
         Fault.LOGPROB_NAN,
         Fault.LOGPROB_LOWEST,
+        Fault.LOGPROBS_WRONG,
         Fault.OTHER_IDS,
         Fault.BAD_TOKEN,
         Fault.NEGATIVE_TOKEN,
@@ -193,16 +195,24 @@ class FaultDice:
     """Draws one fault or none, a latency and a cut for each request, in order of arrival."""
 
     def __init__(self, config: FaultConfig) -> None:
-        config.check()
-        self._config = config
+        self.draw_from(config)
         self._random = random.Random(config.seed)
-        self._rates = [(kind, rate) for kind, rate in config.rates().items() if rate > 0.0]
         self._orders: deque[Order] = deque()
 
     def order(self, orders: Sequence[Order]) -> int:
         """Say what happens to the next requests, before any draw; return how many that are."""
         self._orders.extend(orders)
         return len(self._orders)
+
+    def draw_from(self, config: FaultConfig) -> None:
+        """Draw by other shares and latencies from here on; orders stay.
+
+        Raises:
+            ConfigError: naming the value.
+        """
+        config.check()
+        self._config = config
+        self._rates = [(kind, rate) for kind, rate in config.rates().items() if rate > 0.0]
 
     def next(self) -> Order:
         """Return what happens to the next request: an order where there is one, else a draw."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from rollstream.errors import ConfigError
+
 from ..server_words import Refused, error_body
 from .core import SimCore
 from .faults import Fault, FaultConfig, Order
@@ -120,6 +122,7 @@ class SimEngine:
             **(self.sglang.routes() if dialect.protocols is not Protocols.VLLM else {}),
             "/sim": ("GET", self._sim),
             "/sim/next": ("POST", self._next),
+            "/sim/faults": ("POST", self._set_faults),
             "/sim/pause": ("POST", self._pause_for),
             "/sim/restart": ("POST", self._restart),
             "/sim/weights": ("POST", self._set_weights),
@@ -180,9 +183,20 @@ class SimEngine:
         num = self.core.order([_order(one) for one in damage])
         exchange.answer(200, _ENCODER.encode({"ordered": num}))
 
+    def _set_faults(self, exchange: Exchange) -> None:
+        """Take the shares of faults from here on, by name; what is left out no longer happens."""
+        shares = json_object(exchange.body)
+        if not all(_is_number(share) for share in shares.values()):
+            raise Refused('expected {"name of a fault": share, …}')
+        try:
+            self.core.set_faults(shares)
+        except ConfigError as error:
+            raise Refused(str(error)) from None
+        exchange.answer(200, b"{}")
+
     def _pause_for(self, exchange: Exchange) -> None:
         seconds = json_object(exchange.body).get("seconds")
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds < 0:
+        if not _is_number(seconds) or seconds < 0:
             raise Refused('expected {"seconds": number}')
         self.core.pause_for(float(seconds))
         exchange.answer(200, b"{}")
@@ -203,6 +217,10 @@ class SimEngine:
             raise Refused('expected {"weights": label, "weight_version": label or none}')
         self.core.set_weights(weights, label)
         exchange.answer(200, b"{}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _order(one: Any) -> Order:
