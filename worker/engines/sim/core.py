@@ -16,7 +16,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -28,7 +27,6 @@ from ..server_words import version_spans
 from .faults import (
     BREAKS,
     CUTS,
-    NAMED,
     NEED_TOKENS,
     STATUSES,
     Fault,
@@ -109,8 +107,7 @@ class SimCore:
         Raises:
             ConfigError: no fault of that name, or no share.
         """
-        none = {name: 0.0 for name in NAMED.values()}
-        faults = replace(self.faults, **none, others=dict(shares))
+        faults = self.faults.with_shares(shares)
         self._dice.draw_from(faults)
         self.faults = faults
 

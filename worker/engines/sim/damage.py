@@ -2,8 +2,8 @@
 
 Owns what each kind of damage does to a reply. Knows no protocol and no clock, and draws nothing:
 what is spoilt, and where, is a function of the reply. Invariant: exactly one thing is wrong with a
-spoilt frame, so that a client that believes it has failed at that one check (two pass every check of
-a reply: `SPANS_WRONG` is for the auditor of the log-probs, `LOGPROBS_WRONG` for who scores again).
+spoilt frame, so that a client that believes it has failed at that one check (two pass every check:
+`SPANS_WRONG` is for the auditor of the log-probs, `LOGPROBS_WRONG` for whoever scores again).
 
 Axes: P prompt ids, C ids of one reply, L fed tokens.
 """
@@ -25,7 +25,7 @@ NAN_MARK = -123456.5
 LOWEST = -9999.0
 """What vLLM says where it has no evidence."""
 WRONG_BY = 0.75
-"""Nats that each log-prob of a lie is too low: of a sample's mean more than any engine differs by."""
+"""Nats that each log-prob of a lie is too low: more than decode and prefill ever differ by."""
 UNKNOWN_FINISH = "interrupted"
 MISPLACED_ID = 17
 

@@ -159,6 +159,17 @@ class FaultConfig:
         own = {kind: getattr(self, name) for kind, name in NAMED.items()}
         return own | {Fault(name): share for name, share in self.others.items()}
 
+    def with_shares(self, shares: Mapping[FaultName, float]) -> FaultConfig:
+        """Return the same latencies with these shares of faults and no others."""
+        return FaultConfig(
+            slow_factor=self.slow_factor,
+            latency_median_s=self.latency_median_s,
+            latency_sigma=self.latency_sigma,
+            token_s=self.token_s,
+            seed=self.seed,
+            others=dict(shares),
+        )
+
     def check(self) -> None:
         """Raise where the numbers make no sense.
 
