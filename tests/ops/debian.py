@@ -37,8 +37,7 @@ WAIT_S = UPDATE_S + 2 * DOWNLOAD_S + UNPACK_S
 """As long as one process may take, the others wait for it."""
 _APT_OPTIONS = (
     "-o", "Acquire::Retries=3", "-o", "Acquire::http::Timeout=30", "-o",
-    "Acquire::https::Timeout=30", "-o", "APT::Sandbox::User=",
-    "-o", "APT::Update::Error-Mode=any", "-qq",
+    "Acquire::https::Timeout=30", "-o", "APT::Sandbox::User=", "-qq",
 )  # fmt: skip
 
 
@@ -134,8 +133,13 @@ def _download(work: Path) -> None:
         for name in ("lists/partial", "cache/archives/partial"):
             (work / name).mkdir(parents=True)
         own = ["-o", f"Dir::State::Lists={work / 'lists'}", "-o", f"Dir::Cache={work / 'cache'}"]
-        _run(["apt-get", *_APT_OPTIONS, *own, "update"], UPDATE_S, cwd=work)
-        _run([*command[:1], *own, *command[1:]], DOWNLOAD_S, cwd=work)
+        # That of one mirror suffices; `update` says what it could not read, and ends well.
+        warned = _run(["apt-get", *_APT_OPTIONS, *own, "update"], UPDATE_S, cwd=work)
+        try:
+            _run([*command[:1], *own, *command[1:]], DOWNLOAD_S, cwd=work)
+        except subprocess.CalledProcessError as error:
+            error.output = f"{warned}{error.output}"
+            raise
 
 
 def _run(command: Sequence[str], timeout_s: float, cwd: Path | None = None) -> str:
