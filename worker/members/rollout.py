@@ -39,6 +39,7 @@ from ..types import Engine, GenerateInput, GenerateOutput, PromptIds, Renderer
 from .fidelity import Fidelity, Watch, WatchedEngine
 from .groups import GroupBook, new_sample
 from .parked import RESUMES, Parking, Unusable
+from .snapshots import keep_messages
 from .unedited import Sampled
 from .work import (
     MAX_ERROR_CHARS,
@@ -217,6 +218,9 @@ class Rollout:
         work.group.is_prompt_proven |= watch.is_prompt_proven
         if self._mask_offpolicy and not work.group.is_evaluation:
             mask_off_policy(leaves_of(trajectory))
+        if self._debug_messages:
+            with boundary(EnvFault):
+                await keep_messages(leaves_of(trajectory), self._renderer)
         await self._score(work, env, trajectory)
         return trajectory
 
