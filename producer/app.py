@@ -19,6 +19,7 @@ import structlog
 
 from rollstream.config import Loaded
 from rollstream.errors import RunMismatch
+from rollstream.heartbeat import Heartbeat
 from rollstream.logs import configure
 from rollstream.queue.queue import Queue
 from rollstream.runs import problems_of
@@ -120,7 +121,7 @@ async def produce(settings: Settings, source: AnyRows, supply: Supply, drawn: An
         if isinstance(source, Mixture):
             log.info("mixture", shares={env: round(x, 6) for env, x in source.shares.items()})
         pace = say_pace(settings, groups=supply.order.total, rows=len(source))
-        beside = []
+        beside = [asyncio.create_task(Heartbeat(settings.telemetry.heartbeat_file).run())]
         if settings.producer.progress:
             beside.append(asyncio.create_task(follow(gate, queue, pace.capacity, drawn)))
         await until_stopped(asyncio.create_task(gate.run()), beside)

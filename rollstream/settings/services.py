@@ -122,6 +122,9 @@ class TelemetryTable(Table):
     """Address that `/metrics`, `/healthz` and `/readyz` listen on."""
     metrics_port: int = Field(9400, ge=0, le=65535)
     """A port in use takes the next free one and says so; 0 takes any."""
+    heartbeat_file: Path | None = None
+    """Producer and verifier have no HTTP server: they renew the time of this file every second
+    while they work, and a health check looks at its age."""
     log_format: Literal["json", "console"] = "json"
     """`json` for machines, `console` for a person."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

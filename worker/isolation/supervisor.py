@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import redis
 import structlog
 
+from rollstream.heartbeat import Heartbeat
+
 from . import leftovers
 from .desk import Desk
 from .inboxes import Inboxes
@@ -52,6 +54,7 @@ class Supervisor:
         processes: int,
         max_processes: int,
         idle_s: float,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """Prepare.
 
@@ -63,10 +66,12 @@ class Supervisor:
             processes: to begin with, and at least.
             max_processes: at most.
             idle_s: after how long without need one server ends.
+            heartbeat: beats with the loop.
         """
         self._serve, self._desk, self._inboxes = serve, desk, inboxes
         self._num_waiting = num_waiting
         self._min, self._max, self._idle_s = processes, max_processes, idle_s
+        self._heartbeat = heartbeat or Heartbeat(None)
         self._servers: dict[int, _Process] = {}
         self._needed_mono_s = time.monotonic()
         """When all of them were last needed."""
@@ -80,6 +85,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             while True:
+                self._heartbeat.beat()
                 self._reap()
                 if self._end_mono_s is None:
                     self._scale()

@@ -23,6 +23,7 @@ import structlog
 from rollstream import logs
 from rollstream.config import Loaded, run_app
 from rollstream.errors import ConfigError
+from rollstream.heartbeat import Heartbeat
 from rollstream.queue.connection import Reach, refuse_cluster
 from rollstream.settings import Settings, VerifierTable
 
@@ -74,6 +75,7 @@ def serve(loaded: Loaded) -> int:
         ),
         desk=desk,
         inboxes=inboxes,
+        heartbeat=Heartbeat(settings.telemetry.heartbeat_file),
         num_waiting=lambda: int(waiting.llen(f"rq:queue:{QUEUE}")),
         processes=processes,
         max_processes=max_processes,
