@@ -52,7 +52,8 @@ class Standing:
     position: int = 0
     total: int = 0
     waiting_for: str = ""
-    """`capacity`, `memory` (of Redis), `window`, `rewind` (the data is exhausted), or nothing."""
+    """`capacity`, `memory` (of Redis), `window`, `drain`, `rewind` (the data is exhausted), or
+    nothing."""
     enqueued: int = 0
     """Groups that this process added."""
 
@@ -186,7 +187,7 @@ class Gate:
         self.standing.position = scan.position
         self.standing.enqueued += landed
         self.standing.waiting_for = WAITS.get(other, "")
-        if other == "full" and landed == 0 and self._room:
+        if other == "full" and landed == 0 and self._room and await self._read_room(scan):
             self.standing.waiting_for = "memory"  # there is room, and still it is refused
             await self._say_memory_full()
         elif landed:
@@ -287,14 +288,17 @@ class Gate:
         return await self._queue.call(present("producer", self._name))
 
     async def _read_room(self, scan: Scan) -> int:
-        """Return how many groups would fit: below the capacity and inside the window."""
+        """Return how many groups would fit: below the capacity, inside the window, not drained."""
         prefix = self._queue.prefix
         async with self._queue.client.pipeline(transaction=False) as pipeline:
-            pipeline.hmget(f"{prefix}m", "cap", "frontier", "W")
+            pipeline.hmget(f"{prefix}m", "cap", "frontier", "W", "draining")
             pipeline.scard(f"{prefix}gs")
-            run, live = await pipeline.execute()
+            (*run, draining), live = await pipeline.execute()
         if None in run:
             return 1  # the run is gone: the next offer hears it
+        if draining == b"1":
+            self.standing.waiting_for = "drain"
+            return 0
         capacity, frontier, window = (int(value) for value in run)
         free, ahead = capacity - int(live), frontier + window - scan.position
         if min(free, ahead) <= 0:

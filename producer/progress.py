@@ -84,6 +84,7 @@ def _note(waiting_for: str, shown: dict[str, int]) -> str:
 
 _WAITING = {
     "capacity": "waiting for room",
+    "drain": "an operator drains the run (rollstream resume ends it)",
     "memory": "the memory of Redis is full",
     "window": "waiting for the oldest group",
     "rewind": "all enqueued; stays for rewinds (Ctrl-C ends it)",

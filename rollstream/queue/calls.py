@@ -23,6 +23,7 @@ from rollstream.queue.answers import (
     LeaseAnswer,
     LeasedGroup,
     LeasedMember,
+    Measured,
     RewindAnswer,
     StateAnswer,
     SweepAnswer,
@@ -101,6 +102,7 @@ def enqueue(
     *,
     priority: int | None = None,
     timeout_ms: int = 0,
+    env: str = "",
 ) -> ScriptCall[str]:
     """Add one group: `new`, `dup`, `done`, `full`, `wait`, or the state of a run that takes none.
 
@@ -112,6 +114,7 @@ def enqueue(
         prompt: its record.
         priority: the lower runs first; None is 0, and for an evaluation in front of all others.
         timeout_ms: from its first lease to its deadline; 0 is none.
+        env: its environment, by which its end is counted once more; empty is none.
 
     Raises:
         ValueError: `n` is not positive (such a group would never end), or the name is none: a
@@ -125,7 +128,7 @@ def enqueue(
         raise ValueError(f"group {group_index}: n = {n}, a group has at least one member")
     if priority is None:
         priority = EVALUATION_PRIORITY if str(group_index).startswith("e:") else 0
-    args = (group_index, n, priority, timeout_ms, prompt)
+    args = (group_index, n, priority, timeout_ms, prompt, *((env,) if env else ()))
     return ScriptCall("enqueue", args, _one_text)
 
 
@@ -341,6 +344,14 @@ def resume(trainer: str = "") -> ScriptCall[ControlAnswer]:
     return ScriptCall("control", args, _parse_control)
 
 
+def drain(on: bool = True) -> ScriptCall[ControlAnswer]:
+    """Take no new prompts (`enqueue` answers `full`) while what lives ends, or take them again.
+
+    Evaluations are taken all the same. Neither a resume nor a producer that starts again ends it.
+    """
+    return ScriptCall("control", ("drain", "1" if on else "0"), _parse_control)
+
+
 def by(consumer: str, change: ScriptCall[ControlAnswer]) -> ScriptCall[ControlAnswer]:
     """Do it only where `consumer` is the run's; the answer's `consumer` says who is.
 
@@ -357,15 +368,36 @@ def set_budget(name: str, value: int | str) -> ScriptCall[ControlAnswer]:
     return ScriptCall("control", ("set", name, value), _parse_control)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockedTime:
+    """How long one producer process was blocked: what it reported before, and what it is now."""
+
+    process: str
+    """New with every process, whatever its name; without spaces."""
+    from_ms: int
+    """Since its start, as of the last report that was answered."""
+    to_ms: int
+
+
 def present(
-    role: str, name: str, *, leaving: bool = False, about: str = ""
+    role: str,
+    name: str,
+    *,
+    leaving: bool = False,
+    about: str = "",
+    blocked: BlockedTime | None = None,
 ) -> ScriptCall[ControlAnswer]:
     """Say that a process lives, or leaves; role is `worker`, `producer` or `aggregator`.
 
     Workers are present by `lease` and `beat` already. Whoever is not seen for four leases of the
-    queue clock is forgotten. `about` says where it runs, for people.
+    queue clock is forgotten. `about` says where it runs, for people. `blocked` is added to the
+    run's counter `blocked_ms`, each millisecond once; not by a process that leaves.
     """
-    args = (role, name, "leaving" if leaving else "here", *((about,) if about else ()))
+    args: tuple[Arg, ...] = (role, name, "leaving" if leaving else "here")
+    if about or blocked is not None:
+        args += (about,)
+    if blocked is not None:
+        args += (blocked.process, blocked.from_ms, blocked.to_ms)
     return ScriptCall("present", args, _parse_control)
 
 
@@ -426,6 +458,21 @@ def _parse_control(answer: Any) -> ControlAnswer:
         connects=int(connects),
         rewind_id=_text(rewind_id),
     )
+
+
+def attend(
+    consumer: str, connection: str, *, wait_ms: int = 0, leaving: bool = False
+) -> ScriptCall[str]:
+    """Say that the trainer is there: `ok`, `taken`, `lost`.
+
+    Args:
+        consumer: its token.
+        connection: what its connections are called by the server; `-` for nothing.
+        wait_ms: it waits for groups that are not there, and is believed for so long.
+        leaving: it closes its stream.
+    """
+    word: Arg = "left" if leaving else wait_ms or "here"
+    return ScriptCall("attend", (consumer, connection, word), _text)
 
 
 def deliver(consumer: str, groups: Sequence[str]) -> ScriptCall[list[str]]:
@@ -498,6 +545,27 @@ def abort_run(reason: str = "") -> ScriptCall[str]:
 def fail_run(reason: str) -> ScriptCall[str]:
     """Stop the run as failed; its groups stay for inspection."""
     return ScriptCall("end", ("fail", _told(reason)), _text)
+
+
+def measure() -> ScriptCall[Measured | None]:
+    """Read ages of the queues and who is there; None where there is no such run."""
+    return ScriptCall("measure", (), _parse_measured)
+
+
+def _parse_measured(answer: Any) -> Measured | None:
+    if len(answer) < 9:
+        return None
+    *numbers, trainer, connection = answer
+    members, full, ready, delivered, workers, producers, aggregators = map(int, numbers)
+    ages = {"queued": members, "full": full, "ready": ready, "delivered": delivered}
+    return Measured(
+        oldest_s={queue: max(0, age) / 1000 for queue, age in ages.items()},
+        workers=workers,
+        producers=producers,
+        aggregators=aggregators,
+        trainer=_text(trainer),
+        connection=_text(connection),
+    )
 
 
 def audit(*, deep: bool = False) -> ScriptCall[AuditAnswer]:

@@ -94,6 +94,10 @@ class RunInfo:
     """How often one group may begin anew."""
     weights_mode: str = "async"
     """`async`, `on_policy` or `colocated`."""
+    opened_unix_s: float = 0.0
+    """When the run was opened, on the server's clock; 0.0 where an older version opened it."""
+    draining: bool = False
+    """An operator closed it to new prompts; what lives goes on to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,16 +269,41 @@ def _parse_info(run: str, reply: Any, labels: Any) -> RunInfo | None:
         on_stale=m.get("on_stale", "drop"),
         max_requeues=int(m.get("max_requeues", 1)),
         weights_mode=m.get("weights_mode", "async"),
+        opened_unix_s=_seconds(m.get("opened", "0")),
+        draining=m.get("draining") == "1",
     )
 
 
+_BY_ENV = "env:"
+"""Begins the names of counters of one environment: `env:<counter>:<environment>`."""
+
+
 def counters(prefix: str) -> Read[dict[str, int]]:
-    """Read every counter of the run."""
+    """Read every counter of the run, but for those of single environments."""
     return Read((("HGETALL", f"{prefix}c"),), _parse_counters)
 
 
 def _parse_counters(replies: list[Any]) -> dict[str, int]:
-    return {text_of(name): int(value) for name, value in pairs_of(replies[0])}
+    found = all_counters(replies[0])
+    return {name: count for name, count in found.items() if not name.startswith(_BY_ENV)}
+
+
+def all_counters(reply: Any) -> dict[str, int]:
+    """Read a reply with every counter, also those of single environments."""
+    return {text_of(name): int(value) for name, value in pairs_of(reply)}
+
+
+def ends_by_env(counters: Mapping[str, int]) -> dict[tuple[str, str], int]:
+    """Return, of all counters, ends of groups by (environment, `acked` or `dropped:reason`)."""
+    ends: dict[tuple[str, str], int] = {}
+    for name, count in counters.items():
+        if name.startswith(_BY_ENV):
+            outcome, _, rest = name.removeprefix(_BY_ENV).partition(":")
+            if outcome == "dropped":
+                reason, _, rest = rest.partition(":")
+                outcome = f"dropped:{reason}"
+            ends[rest, outcome] = count
+    return ends
 
 
 _DEPTHS: tuple[tuple[str, str, str], ...] = (
@@ -367,7 +396,8 @@ def past_page(prefix: str, before: str, count: int) -> Read[tuple[str, list[dict
 def _parse_drop(entry: Any) -> dict[str, Any]:
     message_id = text_of(entry[0])
     row = {text_of(name): value for name, value in pairs_of(entry[1])}
-    shown = range(min(int(row["n"]), 8))
+    kept = [int(name[1:]) for name in row if name[:1] in ("h", "e") and name[1:].isdigit()]
+    shown = range(min(int(row["n"]), max(kept, default=-1) + 1))
     return {
         "group_index": text_of(row["g"]),
         "n": int(row["n"]),

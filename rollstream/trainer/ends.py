@@ -111,6 +111,8 @@ def stalled(
         hints.append(paused(info, here=look.is_paused_here))
     elif info.state != "running":
         hints.append(f"the run is {info.state}")
+    if info.draining:
+        hints.append("an operator drains it, so no prompts come: rollstream resume")
     views = confirmed.engine_views(confirmed.live(confirmations, info.lease_s))
     if hindered := confirmed.hindrances(views, info.version):
         hints.append(hindered)

@@ -1,5 +1,5 @@
--- control: connect of a trainer, weight version and labels, pause, resume, engines, one budget. All are absolute.
--- argv: connect consumer number | version v label | label v label | pause mode deadline_ms [trainer] | resume [trainer] | engines json | set budget value | by consumer and any of these but connect
+-- control: connect of a trainer, weight version and labels, pause, resume, drain, engines, one budget. All are absolute.
+-- argv: connect consumer number | version v label | label v label | pause mode deadline_ms [trainer] | resume [trainer] | drain (0|1) | engines json | set budget value | by consumer and any of these but connect
 -- keys: m HASH, lb HASH, d ZSET, ctl STREAM, bell LIST, c HASH
 -- group: -
 -- member: -
@@ -13,7 +13,7 @@ local ON_STALE = {drop = true, requeue = true, deliver = true}
 local MAX_LABELS = 64
 permit_full_memory()
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'paused_total', 'paused_at',
-  'version', 'connects', 'pause_mode', 'pause_by', 'consumer')
+  'version', 'connects', 'pause_mode', 'pause_by', 'consumer', 'draining')
 if not run.state then return {'lost'} end
 local clock = clock_of(run)
 local change = {}
@@ -79,6 +79,13 @@ function change.resume(who)
   return true
 end
 
+-- While it is 1, `enqueue` takes no training group; what lives goes on to its end.
+function change.drain(on)
+  if (run.draining or '0') == on then return false end
+  call('HSET', M, 'draining', on)
+  return true
+end
+
 -- Empty: every worker's own configuration.
 function change.engines(urls)
   if (call('HGET', M, 'engines') or '') == urls then return false end
@@ -101,6 +108,7 @@ if op == 'by' then
   op, first, second, third = unpack(ARGV, 3)
 end
 if not change[op] or (op == 'set' and not BUDGETS[first]) then return {'unknown'} end
+if op == 'drain' and first ~= '0' and first ~= '1' then return {'unknown'} end
 if op == 'set' and first == 'on_stale' and not ON_STALE[second] then return {'unknown'} end
 if not is_theirs and change[op](first, second, third) then
   announce(op, op ~= 'resume' and first or nil)

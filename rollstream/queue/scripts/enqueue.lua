@@ -1,5 +1,5 @@
 -- enqueue: one prompt group and its n members wait for leases.
--- argv: gid n priority timeout_ms prompt
+-- argv: gid n priority timeout_ms prompt [env]
 -- keys: m HASH, cur STRING, g:<gid> HASH, gs SET, ge SET, q ZSET, c HASH, bell LIST, vanished HASH
 -- creates: open queued
 -- group: -
@@ -7,10 +7,10 @@
 -- answer: new | dup | done | full | wait frontier | the state of a run that takes none | lost
 -- repeat: dup (done, once the group ended), nothing is written
 -- memory: refused on purpose (the only script that is); answers full
--- uses: queueing frontier damage types
+-- uses: clock queueing frontier damage types
 local PRIORITY_STEP = 1099511627776 -- 2^40 groups of one priority before the next begins
-local gid, n, priority, timeout_ms, prompt = unpack(ARGV)
-local run = read(M, 'state', 'cap', 'frontier', 'base', 'W')
+local gid, n, priority, timeout_ms, prompt, env = unpack(ARGV)
+local run = read(M, 'state', 'cap', 'frontier', 'base', 'W', 'draining')
 if run.state ~= 'running' and run.state ~= 'paused' then return {run.state or 'lost'} end
 local id = tonumber(gid)
 if id then
@@ -20,6 +20,7 @@ if id then
 end
 local g = group_key(gid)
 if call('EXISTS', g) == 1 then return {'dup'} end
+if id and run.draining == '1' then return {'full', 'draining'} end
 if id and call('SCARD', K .. 'gs') >= tonumber(run.cap) then return {'full'} end
 local added = redis.pcall('SADD', K .. (id and 'gs' or 'ge'), gid)
 if type(added) == 'table' then
@@ -39,7 +40,7 @@ local ok, problem = pcall(function()
   is_counted = true
   queue_members(gid, n, score)
   call('HSET', g, 'n', n, 'left', n, 'state', 'open', 'score', score, 'timeout_ms', timeout_ms,
-    'prompt', prompt, 'life', 0)
+    'prompt', prompt, 'life', 0, 'since', int(now_ms()), 'env', env or '')
 end)
 if ok then return {'new'} end
 -- A key of the run is another program's: nothing of the group may stay.

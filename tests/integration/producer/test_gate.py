@@ -109,6 +109,48 @@ async def test_gate_takes_full_memory_as_full(own_server: DevServer, tmp_path: P
         await trainer.until_live(range(5, 10))
 
 
+async def test_gate_adds_nothing_to_a_drained_run_and_does_not_take_it_for_full_memory(
+    valkey_url: str, run_name: str, tmp_path: Path
+) -> None:
+    settings = settings_of(
+        valkey_url, run_name, rows_file(tmp_path, 40), "--producer.capacity_groups=5"
+    )
+    async with producing(settings) as it, Trainer(valkey_url, run_name) as trainer:
+        await trainer.until_live(range(5))
+        await trainer.queue.call(calls.drain())
+        await trainer.ack(*range(5))
+        await until(lambda: asyncio.sleep(0.01, it.gate.standing.waiting_for), "drain".__eq__)
+        it.queue.trips.clear()
+        # Longer than a wait for room: it looks again, and sends no prompt.
+        await until(lambda: asyncio.sleep(0.01, len(it.queue.trips)), lambda trips: trips > 2)
+        assert it.queue.enqueues() == []
+        assert await trainer.live() == set()
+        await trainer.queue.call(calls.drain(on=False))
+        await trainer.until_live(range(5, 10))
+
+
+async def test_gate_that_is_refused_by_a_drain_in_mid_flight_waits_for_its_end(
+    valkey_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(
+        valkey_url, run_name, rows_file(tmp_path, 40), "--producer.capacity_groups=5"
+    )
+    async with producing(settings) as it, Trainer(valkey_url, run_name) as trainer:
+        await trainer.until_live(range(5))
+        read, stale = it.gate._read_room, [5]  # as read a moment before the drain
+        monkeypatch.setattr(
+            it.gate,
+            "_read_room",
+            lambda scan: asyncio.sleep(0, stale.pop()) if stale else read(scan),
+        )
+        it.queue.trips.clear()
+        await trainer.queue.call(calls.drain())
+        await trainer.ack(0)
+        await until(lambda: asyncio.sleep(0.01, it.gate.standing.waiting_for), "drain".__eq__)
+        assert it.queue.enqueues() != []  # it was refused
+        assert it.gate._full_since_mono_s is None
+
+
 # --- what is enqueued ----------------------------------------------------------------------------
 async def test_gate_puts_under_each_id_the_row_of_the_seeded_order(
     valkey_url: str, run_name: str, tmp_path: Path
