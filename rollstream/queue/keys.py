@@ -24,8 +24,8 @@ MAX_ENGINES_BYTES = 16 << 10
 """Of what a worker says of its engines with a confirmation."""
 MAX_LABEL_CHARS = 200
 """Of an engine's own name of its weights."""
-PAST_MEMBERS = 8
-"""Members whose header the record of a drop keeps."""
+PAST_MEMBERS = 512
+"""Members whose header the record of a drop keeps, as far as they fit."""
 EVALUATION_PRIORITY = -1
 """Of `e:…` groups, below that of every training group (0 and up): the lower runs first."""
 

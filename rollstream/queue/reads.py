@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from rollstream.errors import RunMismatch
 from rollstream.group import EnvRule
 from rollstream.queue.calls import Arg
-from rollstream.queue.keys import SCHEMA
+from rollstream.queue.keys import PAST_MEMBERS, SCHEMA
 from rollstream.wire import decode_envs
 
 T = TypeVar("T")
@@ -396,8 +396,7 @@ def past_page(prefix: str, before: str, count: int) -> Read[tuple[str, list[dict
 def _parse_drop(entry: Any) -> dict[str, Any]:
     message_id = text_of(entry[0])
     row = {text_of(name): value for name, value in pairs_of(entry[1])}
-    kept = [int(name[1:]) for name in row if name[:1] in ("h", "e") and name[1:].isdigit()]
-    shown = range(min(int(row["n"]), max(kept, default=-1) + 1))
+    shown = range(min(int(row["n"]), PAST_MEMBERS, int(row.get("cut", PAST_MEMBERS))))
     return {
         "group_index": text_of(row["g"]),
         "n": int(row["n"]),

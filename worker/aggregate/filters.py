@@ -73,7 +73,8 @@ def reward_nonzero_std(
         std = population_std(rewards)
         if std > threshold:
             return _KEEP
-        return Drop(DropReason.ZERO_STD, f"std {std:.3g} of {len(rewards)} around {rewards[0]:g}")
+        found = f"std {std:.3g} of {len(rewards)} rewards around {rewards[0]:g}"
+        return Drop(DropReason.ZERO_STD, f"{found}, more than {threshold:g} is needed")
 
     return judge
 
@@ -150,7 +151,8 @@ def length(max_tokens: int, *, min_tokens: int = 0) -> FilterFunction:
                 continue
             tokens = sum(leaf.response_length for leaf in member.header.leaves)
             if not min_tokens <= tokens <= max_tokens:
-                return Drop(DropReason.LENGTH, f"member {member.member} has {tokens} tokens")
+                found = f"member {member.member} has {tokens} tokens"
+                return Drop(DropReason.LENGTH, f"{found}, {min_tokens}..{max_tokens} are allowed")
         return _KEEP
 
     return judge

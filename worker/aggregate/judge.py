@@ -164,9 +164,9 @@ async def _ask(one: LoadedFilter, view: GroupView, timeout_s: float) -> Verdict:
         kind = type(answer).__name__
         raise FilterError(f"filter {one.name}: it answered {kind}, expected Keep or Drop")
     if one.built_in:
-        return Verdict(DropReason(answer.reason), answer.detail)
+        return Verdict(DropReason(answer.reason), f"{one.name}: {answer.detail}")
     detail = f"{answer.reason}: {answer.detail}" if answer.detail else str(answer.reason)
-    return Verdict(DropReason.CUSTOM, detail)
+    return Verdict(DropReason.CUSTOM, f"{one.name}: {detail}")
 
 
 def own_view(view: GroupView) -> GroupView:

@@ -10,6 +10,7 @@ import redis
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
 from rollstream.queue.answers import Lease
+from rollstream.queue.keys import PAST_MEMBERS
 from rollstream.stream import GroupStream
 from tests.integration.bounds.meter import Meter
 from tests.integration.worker.parts import a_run, wait_until
@@ -118,7 +119,9 @@ def test_drop_of_a_large_group_keeps_a_short_record(bench: Bench) -> None:
     (entry,) = bench.queue.read_full("a", count=2, block_s=0)
     bench.judge(entry, DropReason.SHORT_GROUP)
     (drop,) = bench.queue.past()
-    assert (drop["n"], len(drop["errors"])) == (2000, 8)
+    assert drop["n"] == 2000
+    assert 8 < len(drop["errors"]) <= PAST_MEMBERS
+    assert bench.client.memory_usage(f"{bench.key}past", samples=0) < 20_000
 
 
 # --- results that are too large ------------------------------------------------------------------
@@ -158,3 +161,20 @@ async def test_result_over_the_limit_never_reaches_redis_and_its_group_says_why(
         batch = stream.next_batch(2, 5)
         assert batch is not None
         assert batch.group_indexes == [1, 2]
+
+
+def test_drop_keeps_what_befell_every_member_of_a_usual_group_and_says_where_it_was_cut(
+    bench: Bench,
+) -> None:
+    for group_index, text in enumerate(("it broke", "x" * 2000)):
+        bench.enqueue(group_index, n=64)
+        for lease in lease_all(bench):
+            bench.call(calls.fail(lease, Report.FINAL, MemberReason.ENGINE_ERROR, text))
+        (entry,) = bench.queue.read_full("a", count=2, block_s=0)
+        bench.judge(entry, DropReason.SHORT_GROUP)
+    long, usual = bench.queue.past()
+    assert usual["errors"] == [("engine_error", "it broke")] * 64
+    texts = [len(text) for _, text in long["errors"]]
+    assert texts[0] == 2000
+    assert 8 <= len(texts) < 64
+    assert sum(texts) <= 12_288

@@ -114,7 +114,7 @@ async def test_judge_counts_a_users_reason_as_custom_with_its_detail() -> None:
     mine = a_filter(lambda group: Drop("too_easy", "7 of 8 right"))
 
     assert await judged(rewarded(1.0, 0.0), mine) == Verdict(
-        DropReason.CUSTOM, "too_easy: 7 of 8 right"
+        DropReason.CUSTOM, "mine.py:f: too_easy: 7 of 8 right"
     )
 
 

@@ -2,7 +2,8 @@
 -- uses: wake frontier groups damage types taking entries
 -- gives: end_group
 local PAST_LENGTH = 1000
-local PAST_MEMBERS = 8  -- members whose header and error a drop's record keeps
+local PAST_MEMBERS = 512 -- members whose header and error a drop's record keeps, as far as they fit
+local PAST_BYTES, PAST_ERROR = 12288, 300 -- of them all; of one error, once half of that is full
 
 local function take_out_members(gid, g, n)
   for first = 0, n - 1, CHUNK do take_out_some(gid, g, first, math.min(first + CHUNK, n) - 1) end
@@ -11,15 +12,26 @@ end
 local function remember_drop(gid, g, row, reason, detail)
   local record = {'g', gid, 'n', row.n or 0, 'reason', reason, 'detail', detail or '',
                   'state', row.state or '', 'why', row.why or ''}
-  local names = {}
-  for i = 0, math.min(tonumber(row.n or 0), PAST_MEMBERS) - 1 do
-    for _, kind in ipairs({'h', 'e'}) do names[#names + 1] = kind .. i end
-  end
-  if #names > 0 then
-    local values = call('HMGET', g, unpack(names))
-    for j, name in ipairs(names) do
-      if values[j] then record[#record + 1] = name; record[#record + 1] = values[j] end
+  local n, size = math.min(tonumber(row.n or 0), PAST_MEMBERS), 0
+  for first = 0, n - 1, 64 do
+    local names = {}
+    for i = first, math.min(first + 64, n) - 1 do
+      for _, kind in ipairs({'h', 'e'}) do names[#names + 1] = kind .. i end
     end
+    for j, value in ipairs(call('HMGET', g, unpack(names))) do
+      if value then
+        if size > PAST_BYTES / 2 and string.sub(names[j], 1, 1) == 'e' then
+          value = string.sub(value, 1, PAST_ERROR)
+        end
+        size = size + #value
+        if size > PAST_BYTES then
+          record[#record + 1] = 'cut'; record[#record + 1] = string.sub(names[j], 2)
+          break
+        end
+        record[#record + 1] = names[j]; record[#record + 1] = value
+      end
+    end
+    if size > PAST_BYTES then break end
   end
   call('XADD', K .. 'past', 'MAXLEN', '~', PAST_LENGTH, '*', unpack(record))
 end
@@ -98,7 +110,7 @@ local function live_set(gid) return K .. (is_evaluation(gid) and 'ge' or 'gs') e
 
 -- What is to be known of a group before it ends; refuses what could not be taken back.
 local function before_end(gid, outcome)
-  local row = read_group(group_key(gid), 'state', 'n', 'full_id', 'ready_id', 'why')
+  local row = read_group(group_key(gid), 'state', 'n', 'full_id', 'ready_id', 'why', 'env')
   local state = row.state or ''
   if are_ours[state] ~= outcome and (row.state or call('SISMEMBER', live_set(gid), gid) == 1) then
     check_types((outcome == 'dropped' and 'past c cur room ' or 'c cur room ')
@@ -120,6 +132,8 @@ local function end_group(gid, outcome, reason, detail, keep_id, no_traces, row)
   call('UNLINK', g, body_key(gid))
   local counter = outcome == 'dropped' and 'dropped:' .. reason or outcome
   call('HINCRBY', K .. 'c', (evaluation and 'e.' or '') .. counter, 1)
+  -- Once more by environment: whatever is counted above and not here is of none that is known.
+  if (row.env or '') ~= '' then call('HINCRBY', K .. 'c', 'env:' .. counter .. ':' .. row.env, 1) end
   if not keep_id then mark_terminal(gid) end
   ring('room')
   return tonumber(row.n or 1)

@@ -8,10 +8,10 @@ local DETAILS = {running = 'while it was running', ready = 'while it waited for 
 
 -- Returns its size (false where it is not live), and whether it begins anew.
 local function end_stale(gid)
-  local run = read(M, 'version', 'on_stale', 'max_requeues')
+  local run = read(M, 'version', 'on_stale', 'max_requeues', 'max_stale')
   local g = group_key(gid)
   local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'score', 'timeout_ms', 'prompt',
-    'life', 'version')
+    'life', 'version', 'env')
   local place = FOUND[row.state]
   if not place then return false, false end
   -- Of a damaged one there is too little left to begin with.
@@ -21,7 +21,9 @@ local function end_stale(gid)
   if is_renewed then
     renew(gid, g, row, 'stale')
     call('HINCRBY', K .. 'c', 'requeued:stale', 1)
-  elseif not end_group(gid, 'dropped', 'stale', DETAILS[place]) then
+  elseif not end_group(gid, 'dropped', 'stale', DETAILS[place] .. ': first leased at version '
+      .. (row.version or '?') .. ', now it is ' .. run.version .. ' (weights.max_staleness '
+      .. (run.max_stale or '?') .. ')') then
     return false, false
   end
   local version = tonumber(run.version)
