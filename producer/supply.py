@@ -121,6 +121,7 @@ class Supply:
             record,
             priority=group.priority,
             timeout_ms=int(group.timeout_s * 1000),
+            env=group.env,
         )
 
     def _count(self, group_index: int, kind: str, where: str, reason: str) -> None:

@@ -141,6 +141,23 @@ class ControlAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What `measure` answered."""
+
+    oldest_s: dict[str, float]
+    """Since when the oldest group waits in `queued`, `full`, `ready`, or (since it became ready)
+    in the trainer's hands, `delivered`; 0 where there is none. Server clock."""
+    workers: int
+    producers: int
+    aggregators: int
+    """Seen within four leases."""
+    trainer: str
+    """`none`, `waiting` (for groups that are not there), `here`, `left`."""
+    connection: str
+    """What that trainer's connections are called; `-` or empty where they have no name."""
+
+
+@dataclass(frozen=True, slots=True)
 class AuditAnswer:
     """The accounting identity in one atomic reading."""
 

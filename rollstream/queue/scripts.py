@@ -17,7 +17,7 @@ from types import MappingProxyType
 SCRIPT_NAMES = (
     "open", "enqueue", "lease", "beat", "complete", "fail", "park", "confirm", "sweep", "verdict",
     "deliver", "ack", "retire", "requeue", "withdraw", "control", "end", "state", "rewind",
-    "present", "audit",
+    "present", "attend", "measure", "audit",
 )  # fmt: skip
 _PRELUDE = "prelude"
 

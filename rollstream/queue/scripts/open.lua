@@ -17,7 +17,8 @@ if not run.state then
   call('HSET', M, 'schema', schema, 'fingerprint', fingerprint, 'state', 'running',
     'version', 0, 'epoch', 1, 'seq', 0, 'control_seq', 0, 'connects', 0, 'consumer', '',
     'frontier', 0, 'base', 0, 'rewind_id', '', 'delivered', 0, 'done', 0, 'error', '',
-    'clock', 1, 'clock_tick', int(now_ms()), 'grace_until', 0, 'paused_total', 0, 'paused_at', 0)
+    'clock', 1, 'clock_tick', int(now_ms()), 'grace_until', 0, 'paused_total', 0, 'paused_at', 0,
+    'opened', int(now_ms()))
 end
 local changed = false
 for j = 3, #ARGV, 2 do changed = changed or call('HGET', M, ARGV[j]) ~= ARGV[j + 1] end

@@ -11,7 +11,8 @@ permit_full_memory()
 local run = read(M, 'state', 'max_requeues')
 if not run.state then return 'lost' end
 local g = group_key(gid)
-local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'score', 'timeout_ms', 'prompt', 'life')
+local row = read_group(g, 'state', 'n', 'full_id', 'ready_id', 'score', 'timeout_ms', 'prompt', 'life',
+  'env')
 if not (row.state and row.score and row.timeout_ms and row.prompt) then return 'gone' end
 if row.life ~= life then return 'other' end
 if tonumber(life) >= tonumber(run.max_requeues or 1) then return 'exhausted' end

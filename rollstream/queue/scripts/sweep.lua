@@ -1,6 +1,6 @@
 -- sweep: moves the queue clock and does one page of everything that came due.
 -- argv: page
--- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, eval STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, wc HASH, bell LIST, room LIST, ctl STREAM, vanished HASH
+-- keys: m HASH, l ZSET, d ZSET, q ZSET, s ZSET, dl ZSET, age ZSET, g:<gid> HASH, b:<gid> HASH, gs SET, ge SET, full STREAM, ready STREAM, eval STREAM, past STREAM, cur STRING, c HASH, w ZSET, wp ZSET, wa ZSET, wl HASH, ws HASH, wh HASH, wc HASH, wb HASH, bell LIST, room LIST, ctl STREAM, vanished HASH
 -- group: dropped last_member_ended kept requeued
 -- member: came_due sent_back failed_finally group_ended requeued
 -- answer: more expired promoted deadlines evicted aborted grace vanished | -1 (no such run)
@@ -159,6 +159,7 @@ local function forget_absent()
     for _, name in ipairs(call('ZRANGEBYSCORE', K .. set, '-inf', limit, 'LIMIT', 0, page)) do
       call('ZREM', K .. set, name)
       call('HDEL', K .. 'wh', name)
+      if set == 'wp' then call('HDEL', K .. 'wb', name) end
       if set == 'w' then
         call('HDEL', K .. 'wl', name)
         call('HDEL', K .. 'ws', name)

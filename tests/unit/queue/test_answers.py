@@ -128,6 +128,10 @@ MORE: dict[str, tuple[Prepare, object, object]] = {
                    b"ended", None),
     "state, lost": (_no_run(calls.state()), [b"lost"], None),
     "rewind, taken": (lambda _: calls.rewind("nobody", "r", 3, b""), [b"taken"], None),
+    "attend, taken": (
+        _after(lambda b: b.connect("other", 2), calls.attend("trainer", "-")), b"taken", None),
+    "attend, lost": (_no_run(calls.attend("trainer", "-")), b"lost", None),
+    "measure, lost": (_no_run(calls.measure()), [b"lost"], None),
     "present, lost": (_no_run(calls.present("worker", "w")), [b"lost"], None),
     "present, unknown": (lambda _: calls.present("judge", "w"), [b"unknown"], None),
 }  # fmt: skip

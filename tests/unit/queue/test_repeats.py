@@ -13,7 +13,7 @@ import pytest
 
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
-from rollstream.queue.calls import Completion, ScriptCall
+from rollstream.queue.calls import BlockedTime, Completion, ScriptCall
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.scripts import SCRIPT_NAMES
 from tests.queue_bench import Bench
@@ -40,6 +40,13 @@ def _deleted(bench: Bench) -> ScriptCall[Any]:
     bench.client.flushall()
     bench.set_clock(bench.now_ms)
     return calls.open_run(SCHEMA, "source", bench.budgets)
+
+
+def _attend(**how: Any) -> Prepare:
+    def prepare(bench: Bench) -> ScriptCall[Any]:
+        return calls.attend(bench.connect(), "-", **how)
+
+    return prepare
 
 
 def _enqueue(bench: Bench) -> ScriptCall[Any]:
@@ -271,6 +278,14 @@ CASES: dict[str, Case] = {
     "present, leaving": Case(
         lambda _: calls.present("worker", "p", leaving=True), _is(state="running")
     ),
+    "present, blocked": Case(
+        lambda _: calls.present("producer", "p", blocked=BlockedTime("here", 0, 400)),
+        _is(state="running"),
+    ),
+    "attend": Case(_attend(), "ok"),
+    "attend, waiting": Case(_attend(wait_ms=1500), "ok"),
+    "attend, leaving": Case(_attend(leaving=True), "ok"),
+    "measure": Case(lambda _: calls.measure(), _is(trainer="none", workers=0)),
     "audit": Case(_audit, _is(problems=[], live=2)),
 }
 

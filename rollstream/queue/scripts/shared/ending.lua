@@ -133,7 +133,9 @@ local function end_group(gid, outcome, reason, detail, keep_id, no_traces, row)
   local counter = outcome == 'dropped' and 'dropped:' .. reason or outcome
   call('HINCRBY', K .. 'c', (evaluation and 'e.' or '') .. counter, 1)
   -- Once more by environment: whatever is counted above and not here is of none that is known.
-  if (row.env or '') ~= '' then call('HINCRBY', K .. 'c', 'env:' .. counter .. ':' .. row.env, 1) end
+  if (row.env or '') ~= '' and not evaluation then
+    call('HINCRBY', K .. 'c', 'env:' .. counter .. ':' .. row.env, 1)
+  end
   if not keep_id then mark_terminal(gid) end
   ring('room')
   return tonumber(row.n or 1)

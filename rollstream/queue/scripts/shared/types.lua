@@ -4,7 +4,7 @@
 -- made anew by every call.
 local LENGTHS = ' q=ZCARD s=ZCARD d=ZCARD l=ZCARD age=ZCARD dl=ZCARD gs=SCARD ge=SCARD full=XLEN \
  ready=XLEN eval=XLEN past=XLEN ctl=XLEN bell=LLEN room=LLEN cur=STRLEN c=HLEN w=ZCARD \
- wp=ZCARD wa=ZCARD wl=HLEN ws=HLEN wh=HLEN wc=HLEN lb=HLEN vanished=HLEN'
+ wp=ZCARD wa=ZCARD wl=HLEN ws=HLEN wh=HLEN wc=HLEN wb=HLEN lb=HLEN vanished=HLEN'
 local checked = {}
 local FAILING = 'full eval dl c' -- what a member that fails for good may change, beside where it waits
 
