@@ -114,7 +114,6 @@ class Machine:
         self._programs |= programs or {}
         self._vocabulary = vocabulary
         (folder / "ops").symlink_to(ROOT / "ops")
-        (folder / "tmp").mkdir()
         shutil.copy(ROOT / "ops" / "rollstream.toml", folder)
 
     # --- from there to here ----------------------------------------------------------------------
@@ -132,25 +131,27 @@ class Machine:
             text = re.sub(rf"\b(?:127\.0\.0\.1|localhost):{port}\b", f"{own}:{local}", text)
             text = re.sub(rf"(=|^):{port}\b", rf"\g<1>{own}:{local}", text)
             text = text.replace(f"--port={port}", f"--port={local}")
-        own = self.network.host(service, number)
-        text = text.replace("--host=0.0.0.0", f"--host={own}")
-        text = text.replace("/models/qwen3/tokenizer.json", str(self._vocabulary))
-        for there, place in self._mounted(service, number):
-            text = re.sub(rf"(?<![\w.]){re.escape(there)}(?![\w.-])", str(place), text)
-        return text
+        text = text.replace("--host=0.0.0.0", f"--host={self.network.host(service, number)}")
+        places = self._places(service, number)
+        # In one pass: a place here may well contain the name of another one there.
+        paths = "|".join(re.escape(there) for there in sorted(places, key=len, reverse=True))
+        return re.sub(rf"(?<![\w.])({paths})(?![\w.-])", lambda found: places[found[1]], text)
 
-    def _mounted(self, service: str, number: int) -> list[tuple[str, Path]]:
-        """Return (path in the container, place here) of its volumes, the most exact first."""
-        found = []
+    def _places(self, service: str, number: int) -> dict[str, str]:
+        """Return path in the container → place here, for whatever it mounts."""
+        found = {"/models/qwen3/tokenizer.json": self._vocabulary}
         for volume in self.services[service].get("volumes", []):
             source, there = volume.split(":")[:2]
             if source.startswith("."):
-                place = self._copied(service, number, ROOT / source)
+                found[there] = self._copied(service, number, ROOT / source)
             else:
-                place = self.folder / "volumes" / source
-                place.mkdir(parents=True, exist_ok=True)
-            found.append((there, place))
-        return sorted(found, key=lambda pair: -len(pair[0]))
+                found[there] = self.folder / "volumes" / source
+                found[there].mkdir(parents=True, exist_ok=True)
+        for memory in self.services[service].get("tmpfs", []):
+            there = memory.split(":")[0]
+            found[there] = self.folder / there.strip("/") / f"{service}-{number}"
+            found[there].mkdir(parents=True, exist_ok=True)
+        return {there: str(place) for there, place in found.items()}
 
     def _copied(self, service: str, number: int, source: Path) -> Path:
         return self.folder / "mounted" / f"{service}-{number}" / source.relative_to(ROOT)

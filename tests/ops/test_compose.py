@@ -7,23 +7,51 @@ and folders of this machine, until groups come out at the trainer's end.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+import yaml
 
+import rollstream
 from rollstream import GroupStream
 from rollstream.queue.blocking import BlockingQueue
+from tests.ops import debian
 from tests.ops.composed import FILE, ROOT, VARIABLE, Machine, load
 
-OURS = ("secrets", "producer", "worker", "verifier", "sim")
+OURS = ("secrets", "producer", "worker", "verifier", "exporter", "sim")
+WATCHING = ("prometheus", "grafana", "redis_exporter", "alertmanager")
+PUBLISHED = {
+    "prometheus": "${ROLLSTREAM_PROMETHEUS_LISTEN:-127.0.0.1:9090}:9090",
+    "grafana": "${ROLLSTREAM_GRAFANA_LISTEN:-127.0.0.1:3000}:3000",
+}
+ASKS_WITH = {
+    # What of the image asks. prom/* have busybox and their own tools, grafana and the -alpine image
+    # of redis_exporter have Alpine's busybox, Valkey's has its client, ours has Python.
+    "redis": "valkey-cli",
+    "producer": "python",
+    "worker": "python",
+    "verifier": "python",
+    "exporter": "python",
+    "sim": "python",
+    "prometheus": "promtool",
+    "alertmanager": "amtool",
+    "grafana": "wget",
+    "redis_exporter": "wget",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +71,16 @@ def test_compose_file_follows_the_specification() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_compose_has_the_services_and_only_the_stand_in_is_behind_a_profile(
-    services: Mapping[str, Any],
-) -> None:
-    assert set(services) == {*OURS, "redis"}
-    assert {name for name, s in services.items() if "profiles" in s} == {"sim"}
+def test_compose_has_the_services_and_their_profiles(services: Mapping[str, Any]) -> None:
+    assert set(services) == {*OURS, *WATCHING, "redis"}
+    behind = {name: s["profiles"] for name, s in services.items() if "profiles" in s}
+    assert behind == {"sim": ["sim"]} | {key: ["observability"] for key in WATCHING}
+
+
+def test_nobody_waits_for_a_service_that_a_profile_leaves_out(services: Mapping[str, Any]) -> None:
+    for name, service in services.items():
+        for other in service.get("depends_on", {}):
+            assert "profiles" not in services[other], f"{name} waits for {other}"
 
 
 def test_every_variable_of_the_compose_file_has_a_default() -> None:
@@ -60,8 +93,15 @@ def test_workers_scale_because_nothing_of_a_service_can_collide(
 ) -> None:
     for name, service in services.items():
         assert "container_name" not in service, name
-        assert "ports" not in service, name
         assert "hostname" not in service, name
+        assert ("ports" in service) == (name in PUBLISHED), name
+
+
+def test_ports_are_published_on_this_machine_alone_unless_told_otherwise() -> None:
+    services = yaml.safe_load(FILE.read_text())["services"]
+    assert {name: services[name]["ports"] for name in PUBLISHED} == {
+        name: [port] for name, port in PUBLISHED.items()
+    }
 
 
 def test_every_service_is_without_privileges_and_bounded(services: Mapping[str, Any]) -> None:
@@ -79,16 +119,38 @@ def test_every_service_is_without_privileges_and_bounded(services: Mapping[str, 
 def test_images_are_pinned(services: Mapping[str, Any]) -> None:
     dockerfile = (ROOT / "ops" / "Dockerfile").read_text()
     bases = re.findall(r"^FROM (\S+)", dockerfile, flags=re.MULTILINE)
-    for image in {services["redis"]["image"], *bases}:
-        assert re.search(r":\d+\.\d+\.\d+", image), image
+    others = {service["image"] for name, service in services.items() if name not in OURS}
+    for image in {*others, *bases}:
+        assert re.search(r":v?\d+\.\d+\.\d+(-[\w.-]+)?(@sha256:[0-9a-f]{64})?$", image), image
     assert "--require-hashes" in dockerfile
 
 
-def test_health_is_asked_without_curl(services: Mapping[str, Any]) -> None:
-    for name in ("redis", "worker", "sim"):
-        test = " ".join(services[name]["healthcheck"]["test"])
-        assert "curl" not in test
-        assert "wget" not in test
+def test_every_service_that_stays_is_asked_for_its_health_with_what_its_image_has(
+    services: Mapping[str, Any],
+) -> None:
+    asked = {}
+    for name, service in services.items():
+        if "healthcheck" in service:
+            kind, *words = service["healthcheck"]["test"]
+            asked[name] = words[0].split()[0]
+            assert kind == ("CMD-SHELL" if name == "redis" else "CMD"), name
+            assert {"interval", "timeout", "retries", "start_period"} <= set(service["healthcheck"])
+    assert asked == ASKS_WITH
+    assert set(services) - set(asked) == {"secrets"}  # which ends
+
+
+def test_health_of_who_has_no_server_is_the_age_of_the_file_that_it_renews(
+    services: Mapping[str, Any], tmp_path: Path, vocabulary: Path
+) -> None:
+    machine = Machine(services, tmp_path, vocabulary)
+    for service in ("producer", "verifier"):
+        place = Path(machine.environment(service)["ROLLSTREAM_TELEMETRY__HEARTBEAT_FILE"])
+        assert not machine.healthy(service)
+        place.touch()
+        assert machine.healthy(service)
+        old = time.time() - 40
+        os.utime(place, (old, old))
+        assert not machine.healthy(service)
 
 
 def test_worker_has_more_time_to_stop_than_it_takes_to_drain(services: Mapping[str, Any]) -> None:
@@ -101,12 +163,113 @@ def test_worker_has_more_time_to_stop_than_it_takes_to_drain(services: Mapping[s
 def test_only_who_needs_the_server_reaches_it(
     compose: dict[str, Any], services: Mapping[str, Any]
 ) -> None:
+    on = networks(services)
     assert compose["networks"]["store"]["internal"] is True
-    on_store = {n for n, s in services.items() if "store" in s.get("networks", [])}
-    assert on_store == {"redis", "producer", "worker", "verifier"}
+    assert on["store"] == {"redis", "producer", "worker", "verifier", "exporter", "redis_exporter"}
     text = FILE.read_text() + (ROOT / "ops/redis.conf").read_text()
     assert "requirepass" not in text
-    assert "redis://" not in text
+    assert not re.search(r"redis://[^\s]*:[^\s]*@", text)
+
+
+def test_prometheus_reaches_who_is_measured_and_never_the_server(
+    compose: dict[str, Any], services: Mapping[str, Any]
+) -> None:
+    on = networks(services)
+    assert compose["networks"]["metrics"]["internal"] is True
+    assert on["metrics"] == {"worker", "exporter", "redis_exporter", "prometheus"}
+    assert on["people"] == {"prometheus", "alertmanager", "grafana"}
+    # A port that is published needs a network that is not internal.
+    assert not (compose["networks"]["people"] or {}).get("internal")
+    assert set(PUBLISHED) <= on["people"]
+
+
+def networks(services: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return name of the network → services in it."""
+    found: dict[str, set[str]] = {}
+    for name, service in services.items():
+        for network in service.get("networks", []):
+            found.setdefault(network, set()).add(name)
+    return found
+
+
+def test_who_watches_has_no_key_to_the_run(services: Mapping[str, Any]) -> None:
+    for name, service in services.items():
+        sources = {volume.split(":")[0] for volume in service.get("volumes", [])}
+        if name in WATCHING:
+            assert "secrets" not in sources, name
+        elif name != "secrets":
+            assert "observability" not in sources, name
+    for volume in ("secrets", "observability"):
+        writers = [
+            name
+            for name, service in services.items()
+            for mounted in service.get("volumes", [])
+            if mounted.startswith(f"{volume}:") and not mounted.endswith(":ro")
+        ]
+        assert writers == ["secrets"]
+
+
+def test_nobody_without_a_password_looks_at_grafana_unless_told_otherwise(
+    services: Mapping[str, Any],
+) -> None:
+    environment = services["grafana"]["environment"]
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "false"
+    assert environment["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/observability/grafana_password"
+    assert "GF_SECURITY_ADMIN_PASSWORD" not in environment
+
+
+def test_every_volume_and_network_is_declared_and_every_mounted_file_exists(
+    compose: dict[str, Any], services: Mapping[str, Any]
+) -> None:
+    assert set(networks(services)) == set(compose["networks"])
+    named = set()
+    for name, service in services.items():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                place = ROOT / source
+                assert place.is_file() or any(place.rglob("*.*")), f"{name}: {source}"
+            else:
+                named.add(source)
+    assert named == set(compose["volumes"])
+
+
+def test_every_command_is_a_module_a_program_or_a_file_that_exists(
+    services: Mapping[str, Any],
+) -> None:
+    for name in OURS:
+        python, *words = services[name]["command"]
+        assert python == "python"
+        if words[0] == "-m":
+            assert importlib.util.find_spec(words[1]) is not None, words[1]
+        else:
+            assert (ROOT / words[0]).is_file(), words[0]
+
+
+def test_a_second_start_keeps_every_password_and_an_older_one_gets_what_it_lacks(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, str(ROOT / "ops/make_secrets.py"), str(tmp_path / "a"), "redis"]
+    with_watchers = [*command, "6379", str(tmp_path / "b")]
+    subprocess.run([*command, "6379"], check=True, capture_output=True)
+    url = (tmp_path / "a" / "redis_url").read_text()
+    assert "user metrics" not in (tmp_path / "a" / "redis.acl").read_text()
+    subprocess.run(with_watchers, check=True, capture_output=True)
+    made = contents(tmp_path)
+    assert made["redis_url"] == url
+    users = made["redis.acl"].splitlines()
+    assert [line.split()[1] for line in users] == ["default", "rollstream", "health", "metrics"]
+    (password,) = set(json.loads(made["redis_exporter.json"]).values())
+    assert f">{password} " in users[-1]
+    assert len(made["grafana_password"]) >= 20
+    done = subprocess.run(with_watchers, check=True, capture_output=True, text=True)
+    assert contents(tmp_path) == made
+    assert "kept" in done.stdout
+    assert not any(word in done.stdout for word in (password, made["grafana_password"]))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob("*/*")}
 
 
 def test_server_keeps_what_it_was_told() -> None:
@@ -136,6 +299,31 @@ def test_image_copies_only_what_exists_and_is_not_ignored() -> None:
         assert source in kept or source.split("/")[0] in kept, source
 
 
+def test_image_says_what_it_is_and_keeps_nothing_that_installs(services: Mapping[str, Any]) -> None:
+    dockerfile = (ROOT / "ops" / "Dockerfile").read_text()
+    stages = re.split(r"^FROM ", dockerfile, flags=re.MULTILINE)
+    last = stages[-1]
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]+)"', last))
+    assert labels["version"] == rollstream.__version__
+    assert services["worker"]["image"] == f"rollstream:{rollstream.__version__}"
+    assert labels["base.name"] == f"docker.io/library/{last.split()[0]}"
+    assert labels["licenses"] == "Apache-2.0"
+    assert "venv --without-pip /opt/venv" in stages[-2]
+    assert not re.search(r"pip|apt-get|curl", re.sub(r"#.*", "", last))
+    assert re.search(r"^USER 10001:10001$", last, flags=re.MULTILINE)
+
+
+def test_image_has_a_folder_of_its_user_for_every_volume_that_it_writes(
+    services: Mapping[str, Any],
+) -> None:
+    made = re.search(
+        r"install -d -o rollstream .* 0755 (.*)", (ROOT / "ops/Dockerfile").read_text()
+    )
+    assert made is not None
+    written = [volume.split(":")[1] for volume in services["secrets"]["volumes"]]
+    assert set(written) <= set(made[1].split())
+
+
 # --- the very commands ---------------------------------------------------------------------------
 @pytest.fixture
 def machine(services: Mapping[str, Any], tmp_path: Path, vocabulary: Path) -> Iterator[Machine]:
@@ -159,8 +347,9 @@ def only_pings(machine: Machine) -> bool:
             health.ping()
         except redis.ConnectionError:
             return False
-        with pytest.raises(redis.exceptions.NoPermissionError):
-            health.get("rs:{demo}:m")
+        for forbidden in (("GET", "rs:{demo}:m"), ("INFO",), ("ACL", "LIST")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                health.execute_command(*forbidden)
     with redis.Redis(host, int(port)) as nobody, pytest.raises(redis.AuthenticationError):
         nobody.ping()
     return True
@@ -176,10 +365,12 @@ def test_very_commands_of_the_compose_file_bring_groups_to_a_trainer(machine: Ma
     until("the server answers its health check and nobody else", lambda: only_pings(machine))
     machine.start("sim")
     until("the simulated engine is healthy", lambda: machine.healthy("sim"))
-    for service, replicas in (("producer", 1), ("verifier", 1), ("worker", 2)):
-        for number in range(1, replicas + 1):
-            machine.start(service, number)
-    until("a worker is healthy", lambda: machine.healthy("worker"))
+    replicas = [("producer", 1), ("verifier", 1), ("worker", 1), ("worker", 2), ("exporter", 1)]
+    for service, number in replicas:
+        assert not machine.healthy(service, number)
+        machine.start(service, number)
+    for service, number in replicas:
+        until(f"{service} {number} is healthy", functools.partial(machine.healthy, service, number))
     with GroupStream.connect(machine.url, run="demo", connect_timeout_s=30) as stream:
         batches = stream.batches(groups=4, timeout_s=40)
         for _ in range(3):
@@ -194,7 +385,71 @@ def test_very_commands_of_the_compose_file_bring_groups_to_a_trainer(machine: Ma
         looked = machine.look("worker", command)
         assert looked.returncode == 0, looked.stdout + looked.stderr
         assert "demo" in looked.stdout
-    for name in ("worker-1", "worker-2", "verifier-1", "producer-1", "sim-1", "redis-1"):
-        assert machine.processes[name].poll() is None, machine.log(name)
-        machine.processes[name].send_signal(signal.SIGTERM)
-        assert machine.ended(name, 30) == 0, machine.log(name)
+    until(
+        "the exporter has counted them", lambda: 'outcome="acked"' in scraped(machine, "exporter")
+    )
+    assert "rollout_queue_depth" in scraped(machine, "exporter")
+    assert "rollout_samples_total" in scraped(machine, "worker")
+    for service, number in reversed(replicas):
+        name = f"{service}-{number}"
+        stopped(machine, name)
+    for name in ("sim-1", "redis-1"):
+        stopped(machine, name)
+
+
+def scraped(machine: Machine, service: str) -> str:
+    url = f"http://{machine.address(service)}/metrics"
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def stopped(machine: Machine, name: str) -> None:
+    """Ask a process to stop, as compose does; it ends by itself, and as one that did its work."""
+    assert machine.running(name), machine.log(name)
+    machine.processes[name].send_signal(signal.SIGTERM)
+    assert machine.ended(name, 30) == 0, machine.log(name)
+
+
+@pytest.mark.slow
+def test_who_watches_the_server_reads_its_figures_and_nothing_else(
+    services: Mapping[str, Any], tmp_path: Path, vocabulary: Path
+) -> None:
+    programs = {"redis_exporter": str(debian.tools().redis_exporter)}
+    machine = Machine(services, tmp_path, vocabulary, programs=programs)
+    try:
+        machine.start("secrets")
+        assert machine.ended("secrets-1", 20) == 0, machine.log("secrets-1")
+        machine.start("redis")
+        until("the server answers", lambda: only_pings(machine))
+        machine.start("redis_exporter")
+        until("the server's figures are there", lambda: "redis_up 1" in or_nothing(machine))
+        figures = scraped(machine, "redis_exporter")
+        for name in (
+            "redis_memory_used_bytes",
+            "redis_memory_max_bytes",
+            "redis_evicted_keys_total",
+        ):
+            assert f"\n{name} " in figures
+        file = tmp_path / "volumes" / "observability" / "redis_exporter.json"
+        (password,) = set(json.loads(file.read_text()).values())
+        host, port = machine.address("redis").split(":")
+        with redis.Redis(host, int(port), username="metrics", password=password) as metrics:
+            assert metrics.ping()
+            forbidden = (
+                ("GET", "rs:{demo}:m"),
+                ("KEYS", "*"),
+                ("SLOWLOG", "GET"),
+                ("CONFIG", "GET", "*"),
+            )
+            for command in forbidden:
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    metrics.execute_command(*command)
+    finally:
+        machine.stop()
+
+
+def or_nothing(machine: Machine) -> str:
+    with contextlib.suppress(OSError):
+        return scraped(machine, "redis_exporter")
+    return ""
