@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,6 +63,7 @@ class AsyncGroupStream:
         connect_timeout_s: float = 30.0,
         ca: str | None = None,
         text: bool = False,
+        dump_dir: str | os.PathLike[str] | None = None,
     ) -> Self:
         """Become the trainer of a run, as `GroupStream.connect` does."""
         interrupt = threading.Event()
@@ -73,6 +75,7 @@ class AsyncGroupStream:
             connect_timeout_s=connect_timeout_s,
             ca=ca,
             text=text,
+            dump_dir=dump_dir,
             interrupt=interrupt,
         )
         starter = ThreadPoolExecutor(1, "rollstream-connect")
@@ -86,6 +89,21 @@ class AsyncGroupStream:
                 raise
         finally:
             starter.shutdown(wait=False)
+
+    @classmethod
+    async def from_dump(
+        cls,
+        dump_dir: str | os.PathLike[str],
+        *,
+        state: Mapping[str, Any] | Literal["fresh"] | None = None,
+        epochs: int = 1,
+        text: bool = True,
+    ) -> Self:
+        """Return a stream of the groups in a dump, as `GroupStream.from_dump` does."""
+        opening = functools.partial(
+            GroupStream.from_dump, dump_dir, state=state, epochs=epochs, text=text
+        )
+        return cls(await asyncio.to_thread(opening))
 
     async def aclose(self) -> None:
         """Close every connection and end the threads; unacked groups stay for the next trainer."""

@@ -11,27 +11,29 @@ time may iterate.
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rollstream.batch import Batch
 from rollstream.errors import StreamError
 from rollstream.evaluation.eval_result import EvalResult
-from rollstream.evaluation.evaluate import EvalPrompt, ask, run_evaluation, withdraw_all
-from rollstream.frontier import TerminalIds
-from rollstream.queue.blocking import BlockingQueue
+from rollstream.evaluation.evaluate import EvalPrompt, ask, run_evaluation
 from rollstream.queue.reads import RunInfo
-from rollstream.runs import Interrupted, await_run, say_problems
+from rollstream.runs import Interrupted
 from rollstream.trainer import control
-from rollstream.trainer.checkpoint import FRESH, Checkpoint
+from rollstream.trainer.checkpoint import Checkpoint
+from rollstream.trainer.connecting import Connecting, open_hold
 from rollstream.trainer.figures import stream_figures
 from rollstream.trainer.hold import Hold
 from rollstream.trainer.waiting import Wait
 from rollstream.updates.weights import NOTHING_SAMPLED, Updating, Weights
-from rollstream.urls import redis_url_problem
+
+if TYPE_CHECKING:
+    from rollstream.dump.tee import Tee
 
 ACK_TIMEOUT_S = 60.0
 """How long an ack outlasts a Redis outage."""
@@ -58,9 +60,9 @@ class GroupStream:
         ...         batch.ack()
     """
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self, hold: Hold, tee: Tee | None = None) -> None:
         """Use `connect`."""
-        self._hold = hold
+        self._hold, self._tee = hold, tee
         self._lock = threading.RLock()
         self._iterating = threading.Lock()
         self._wait_s = 0.0
@@ -77,6 +79,7 @@ class GroupStream:
         connect_timeout_s: float = 30.0,
         ca: str | None = None,
         text: bool = False,
+        dump_dir: str | os.PathLike[str] | None = None,
         interrupt: threading.Event | None = None,
     ) -> Self:
         """Become the trainer of a run; a trainer that is connected already is taken over.
@@ -94,44 +97,53 @@ class GroupStream:
                 later; also how long a run that vanished may take to be opened again.
             ca: file of the CA that signed the server's certificate, for `rediss://`.
             text: fetch the response texts too (`sample.response` is empty otherwise).
+            dump_dir: write every batch there too before it is handed out, for `from_dump`; a disk
+                that fails is counted in `metrics()`, and training goes on.
             interrupt: set by another thread to give up before the run is claimed.
 
         Raises:
             ValueError: `state` is not a checkpoint of ours, or `url` no URL of a Redis.
-            RunMismatch: `state` is of another run or other data, or the run has another schema.
+            RunMismatch: `state` or `dump_dir` is of another run or other data, or the run has
+                another schema.
             RunLost: there is no such run; names those that exist.
             StreamError: Redis cannot be reached.
         """
-        if problem := redis_url_problem(url):
-            raise ValueError(f"url: expected {problem}")
-        checkpoint = None if state is None or state == FRESH else Checkpoint.from_plain(state)
+        how = Connecting(url, run, connect_timeout_s, ca=ca, text=text, dump_dir=dump_dir)
+        return cls(*open_hold(how, state, interrupt or threading.Event()))
 
-        def open_queue() -> BlockingQueue:
-            one_s = max(0.1, min(5.0, connect_timeout_s))
-            return BlockingQueue.connect(url, run, ca=ca, connect_timeout_s=one_s)
+    @classmethod
+    def from_dump(
+        cls,
+        dump_dir: str | os.PathLike[str],
+        *,
+        state: Mapping[str, Any] | Literal["fresh"] | None = None,
+        epochs: int = 1,
+        text: bool = True,
+    ) -> GroupStream:
+        """Return a stream of the groups in a dump: the same face, no Redis and no engine.
 
-        queue = open_queue()
-        try:
-            info = await_run(queue, url, connect_timeout_s, interrupt or threading.Event())
-            if checkpoint is not None:
-                checkpoint.check_belongs_to(run, info.fingerprint)
-            say_problems(queue)
-            hold = Hold(
-                queue, info, url=url, reopen_s=connect_timeout_s, text=text, open_queue=open_queue
-            )
-            terminal, version = TerminalIds() if state == FRESH else None, None
-            if checkpoint is not None:
-                terminal, version = checkpoint.terminal, checkpoint.weight_version
-            hold.patiently(lambda: hold.lineage.claim(terminal, version), connect_timeout_s)
-            hold.patiently(lambda: withdraw_all(queue), connect_timeout_s)
-        except BaseException:
-            queue.close()
-            raise
-        return cls(hold)
+        What needs a run (`evaluate`, `pause`, …) raises StreamError; versions are only noted.
+
+        Args:
+            dump_dir: what `connect(dump_dir=…)` or `rollstream dump` wrote.
+            state: what `state_dict()` returned, of this stream or of one of the run itself.
+            epochs: how often every group comes; a batch never has groups of two.
+            text: with the response texts, where the dump has them.
+
+        Raises:
+            WireError: it is no dump, or its files are not sound; names the file and the byte.
+            RunMismatch: `state` is of another run or other data.
+            ValueError: `state` is not a checkpoint of ours, or `epochs` below 1.
+        """
+        from rollstream.dump.stream import DumpStream
+
+        return DumpStream(dump_dir, state=state, epochs=epochs, text=text)
 
     def close(self) -> None:
         """Close every connection; groups that were not acked stay for the next trainer."""
         self._hold.close()
+        if self._tee is not None:
+            self._tee.close()
 
     def __enter__(self) -> Self:
         return self
@@ -203,15 +215,26 @@ class GroupStream:
                     if wait.step() or (wait.over and self._hold.buffer):
                         batch = self._hold.hand_out(groups, self.ack)
                         batch.wait_s = time.monotonic() - started
-                        return batch
+                        break
                 if wait.over:
                     return None
                 if interrupt is not None and interrupt.is_set():
                     raise Interrupted
                 wait.block()
+            return self._dumped(batch)
         finally:
             self._wait_s += time.monotonic() - started
             self._iterating.release()
+
+    def _dumped(self, batch: Batch) -> Batch:
+        """Have a batch written beside the training, where that is wished."""
+        if self._tee is not None:
+            try:
+                self._tee.take(batch, self.version)
+            except BaseException:  # Ctrl-C: nobody has it yet
+                self.take_back(batch)
+                raise
+        return batch
 
     def ack(self, batch: Batch, timeout_s: float = ACK_TIMEOUT_S) -> None:
         """Say that a batch was trained on; a repeat does nothing.
@@ -500,4 +523,5 @@ class GroupStream:
 
         During an outage, and behind `close`, only what this process knows by itself.
         """
-        return stream_figures(self._hold, self._weights.figures, self._wait_s)
+        figures = stream_figures(self._hold, self._weights.figures, self._wait_s)
+        return figures if self._tee is None else figures | self._tee.figures()

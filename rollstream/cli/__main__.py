@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream import __version__
+from rollstream.cli.dump import add_dump, dump
 from rollstream.cli.exits import EXPLAINED, INTERRUPTED, PROBLEM, USAGE, CommandError
 from rollstream.urls import scrub
 
@@ -79,6 +80,8 @@ def _dispatch(argv: list[str]) -> int:
         from rollstream.cli.doctor import doctor
 
         return doctor(args)
+    if args.command == "dump":
+        return dump(args)
     if args.command == "engines":
         from rollstream.cli.engines import engines
 
@@ -139,6 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--force", action="store_true", help="also where a producer or worker is alive"
     )
     _add_control(commands, [server, run])
+    add_dump(commands, [server, run], _count, _seconds)
     for app in APPS:
         commands.add_parser(app, add_help=False, help=f"start a {app}: rollstream {app} --help")
     commands.add_parser("config", add_help=False, help="config show: every effective value")

@@ -28,14 +28,18 @@ class Checkpoint:
     fingerprint: str
     terminal: TerminalIds
     weight_version: int = 0
+    dump_epoch: int = 0
+    """Of a stream that repeats a dump: which pass its ids are of, from 0."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return what JSON, pickle and `torch.save` keep alike."""
+        epoch = {"dump_epoch": self.dump_epoch} if self.dump_epoch else {}
         return {
             "version": STATE_VERSION,
             "run": self.run,
             "fingerprint": self.fingerprint,
             "weight_version": self.weight_version,
+            **epoch,
             **self.terminal.to_plain(),
         }
 
@@ -66,11 +70,26 @@ class Checkpoint:
             raise ValueError(
                 f"state's 'weight_version' is {weight_version!r}, expected an integer from 0"
             )
+        dump_epoch = data.get("dump_epoch", 0)
+        if type(dump_epoch) is not int or dump_epoch < 0:
+            raise ValueError(f"state's 'dump_epoch' is {dump_epoch!r}, expected an integer from 0")
         try:
             terminal = TerminalIds.from_plain(dict(data))
         except ValueError as error:
             raise ValueError(f"state: {error}") from None
-        return cls(run, fingerprint, terminal, weight_version)
+        return cls(run, fingerprint, terminal, weight_version, dump_epoch)
+
+    def refuse_dump_epochs(self) -> None:
+        """Refuse the state of a second pass over a dump: a run hands out every group once.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if self.dump_epoch:
+            raise ValueError(
+                f"the state is of pass {self.dump_epoch + 1} over a dump, which a run cannot go on "
+                "with: give it to GroupStream.from_dump"
+            )
 
     def check_belongs_to(self, run: str, fingerprint: str) -> None:
         """Refuse another run, or the same name over other data.
