@@ -28,6 +28,7 @@ from rollstream.queue import calls
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.queue import Queue
 from rollstream.queue.reads import StreamEntry
+from rollstream.sample import UNKNOWN_VERSION
 
 from ..telemetry.metrics import Metrics
 from .judge import EnvJudge
@@ -73,8 +74,9 @@ class Aggregator:
         metrics: Metrics,
         limits: AggregatorLimits = AggregatorLimits(),
         lease_s: Callable[[], float] = lambda: 15.0,
+        version: Callable[[], int] = lambda: UNKNOWN_VERSION,
     ) -> None:
-        self._queue, self._link = queue, link
+        self._queue, self._link, self._version = queue, link, version
         self._judging = Judging(queue, link, envs, metrics)
         self._metrics, self._limits, self._lease_s = metrics, limits, lease_s
         self._stopping = False
@@ -219,7 +221,7 @@ class Aggregator:
         for (entry, judgement), answer in zip(judged, answers, strict=True):
             self._in_hand.discard(entry.message_id)
             if answer != "noop":
-                self._count(judgement)
+                self._metrics.guard.run(functools.partial(self._count, judgement))
         await self._stop_if_asked(judged)
 
     def _count(self, judgement: Judgement) -> None:
@@ -227,7 +229,7 @@ class Aggregator:
         if judgement.view is not None:
             is_kept = judgement.verdict.drop is None
             self._metrics.outcomes.members_judged(
-                judgement.env, judgement.view.members, is_kept=is_kept
+                judgement.env, judgement.view.members, is_kept=is_kept, version=self._version()
             )
         for detail in reward_troubles(judgement):
             self._metrics.outcomes.reward_error(detail)

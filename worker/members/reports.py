@@ -225,8 +225,7 @@ class Reporter:
             env, ending.stop_reason, leaves, delivered=delivered, version=self._view.version
         )
         if not leaves or not leaves[0].spans:
-            for span in work.spans.spans[work.num_earlier_spans if stays else 0 :]:
-                self._metrics.span(span.name, span.duration_s)
+            self._metrics.spans(work.spans.spans[work.num_earlier_spans if stays else 0 :])
         self._note_outcome(work, ending, delivered and any(leaf.calls for leaf in leaves))
         if delivered and self._all_alike(work, ending):
             self._metrics.group_alike(env)

@@ -23,7 +23,7 @@ from rollstream.group import Trajectory
 from rollstream.sample import Sample
 
 from ..bounded import in_thread
-from ..telemetry.metrics import RESCORE_OUTCOMES
+from ..telemetry.catalog import RESCORE_OUTCOMES
 
 QUEUE_SAMPLES = 32
 """Samples that wait to be scored; of 32k tokens each they are about 10 MB."""

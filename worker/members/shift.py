@@ -278,7 +278,8 @@ class Shift:
     # --- the queue's answers ---------------------------------------------------------------------
     def _landed(self, work: Work, outcome: str) -> None:
         """Free the slot of a member whose report was answered."""
-        self._metrics.span("submit", time.monotonic() - work.submitted_mono_s)
+        if not work.group.is_evaluation:
+            self._metrics.span("submit", time.monotonic() - work.submitted_mono_s)
         if outcome == "dup":
             self._metrics.duplicate_results_total.inc()
         if outcome == "fenced":

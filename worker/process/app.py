@@ -162,6 +162,7 @@ class Worker:
                     stop_on_filter_error=settings.aggregator.on_filter_error == "stop"
                 ),
                 lease_s=lambda: self._view.lease_s,
+                version=lambda: self._view.version,
             )
         self._follower = Follower(
             self._queue,

@@ -1,285 +1,112 @@
-"""Every metric of a worker, declared in one place, and how observations reach it.
+"""The metrics of a worker, and how observations reach them.
 
-Owns the Prometheus registry, the label values and the accumulators. Never does I/O, never raises
-into a rollout: an unknown label value is counted as `other`. Invariant: all children exist from
-the start (a rate over a series that appears late is wrong), no label carries an id, a prompt, a
-URL or an error text, and a worker has at most `MAX_SERIES` series.
+Owns the accumulators. Never does I/O, never raises into a rollout: an unknown label value is
+counted as `other`, and what breaks in here is counted (`guard`). Invariant: names, labels and
+series are those of `catalog`, all of them from the start.
 
-The hot path adds to plain counters and lists; `flush`, once a second, moves them to Prometheus.
+The hot path adds to plain counters and arrays; `flush`, once a second, moves them to Prometheus.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
-import prometheus_client as prom
+from rollstream.errors import STATUS_OF, DropReason, Status, StopReason
+from rollstream.sample import UNKNOWN_VERSION, Sample, Span
 
-from rollstream.errors import STATUS_OF, DropReason, StopReason
-from rollstream.sample import UNKNOWN_VERSION, Sample
-
-from ..engines.fleet.states import State
-from .figures import POOL_COUNTERS, EngineFigures, PoolFigures
-from .outcomes import OTHER, OutcomeMetrics
-from .spans import SPAN_NAMES
+from . import catalog
+from .catalog import ALL, DROPPED, OTHER, READY
+from .figures import EngineFigures, EngineMetrics, PoolFigures
+from .guard import Guard
+from .outcomes import OutcomeMetrics
+from .readings import MOST, Readings, Totals, move
+from .registry import Registry
 from .tally import TokenTally
 
-K = TypeVar("K")
-
-MAX_SERIES = 400
-MAX_ENV_LABELS = 3
-"""Labels of environments: where there are more, the last is `other`."""
-MAX_ENGINE_LABELS = 4
-"""Engines with series of their own. Engines join and leave, so a label is a place, which the next
-one takes when one has left; `rollout_engines` counts all."""
-MISMATCH_KINDS = ("prefix", "sampled", "log_prob")
-DIVERGENCE_POLICIES = ("reject", "fork", "keep_prefix")
-RESCORE_OUTCOMES = ("compared", "not_comparable", "dropped", "failed")
-GATEWAY_OUTCOMES = ("ok", "refused", "failed", "left")
-
-SECONDS_BUCKETS = (
-    .05, .25, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 1800,
-)  # fmt: skip
-DIFFERENCE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
-STALENESS_BUCKETS = (0, 1, 2, 4, 8)
-LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-TOKEN_KINDS = ("prompt", "cached", "sampled", "tool", "trainable", "discarded")
-ENGINE_OUTCOMES = ("stop", "length", "abort", "unavailable", "timeout", "refused", "fault")
-_OUTCOME_OF = {
-    "connect": "unavailable",
-    "reset": "unavailable",
-    "server_error": "unavailable",
-    "no_engine": "unavailable",
-    "context_overflow": "refused",
-}
-"""Details of engine faults that share a label; what is neither here nor above is a `fault`."""
-NOBODY = float("nan")
-"""Of a place that no engine has: an alert on 0 must not go off for it."""
-KEPT = "ready"
-_AGGREGATOR_REASONS = (
-    DropReason.ZERO_STD,
-    DropReason.NO_ABORTED,
-    DropReason.RANGE,
-    DropReason.MIN_OK,
-    DropReason.LENGTH,
-    DropReason.CUSTOM,
-    DropReason.SHORT_GROUP,
-    DropReason.DEADLINE,
-    DropReason.TOO_LARGE,
-    DropReason.FILTER_ERROR,
-)
-
-
-class _Place:
-    """A label of engines: whose it is now, and that one's totals as published."""
-
-    __slots__ = ("totals", "url")
-
-    def __init__(self) -> None:
-        self.url, self.totals = "", dict[str, int]()
+_ENDED_WELL = (Status.COMPLETED, Status.TRUNCATED)
 
 
 class Metrics:
     """The metrics of one worker process."""
 
     def __init__(self, *, version: str, wire: int, envs: Iterable[str]) -> None:
-        prom.disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus-client
-        self.registry = prom.CollectorRegistry()
-        named = sorted(set(envs))
-        if named[MAX_ENV_LABELS:]:
-            named = [*named[: MAX_ENV_LABELS - 1], OTHER]
-        self._envs = frozenset(named)
-        self._env_labels = named
-        self._declare(version, wire)
+        labels = catalog.env_labels(envs, catalog.WORKER_ENV_LABELS)
+        self._envs = frozenset(labels)
+        self.registry = registry = Registry("worker", labels)
+        registry.info("rollout_build_info", version=version, wire=str(wire))
+        self.guard = Guard()
+        self._bind_process()
+        self._bind_counts()
+        self._bind_readings()
+        self.outcomes = OutcomeMetrics(registry, labels)
+        self._engines = EngineMetrics(registry)
+
+    def _bind_process(self) -> None:
+        gauge, counter = self.registry.gauge, self.registry.counter
+        self.inflight = gauge("rollout_inflight_samples")
+        self.concurrency_limit = gauge("rollout_concurrency_limit")
+        self.gc_pause_seconds = gauge("rollout_gc_longest_pause_seconds")
+        self.user_threads = gauge("rollout_user_threads")
+        self.user_threads_hung = gauge("rollout_user_threads_hung")
+        self.leases_reclaimed_total = counter("rollout_leases_reclaimed_total")
+        self.fenced_results_total = counter("rollout_fenced_results_total")
+        self.duplicate_results_total = counter("rollout_duplicate_results_total")
+        self.heartbeat_failures_total = counter("rollout_heartbeat_failures_total")
+        self.parked_samples_total = counter("rollout_parked_samples_total")
+        self.resumed_samples_total = counter("rollout_resumed_samples_total")
+        self.resumes_exhausted_total = counter("rollout_resumes_exhausted_total")
+        self._failures = counter("rollout_telemetry_failures_total")
+
+    def _bind_counts(self) -> None:
+        registry = self.registry
+        self._sample_children = {
+            (env, StopReason(reason)): child
+            for (env, _, reason), child in registry.by_labels("rollout_samples_total").items()
+        }
+        self._group_children = registry.by_labels("rollout_judged_groups_total")
+        self._alike_children = registry.counters("rollout_identical_groups_total")
+        self._turn_children = registry.counters("rollout_turns_total")
+        self._token_children = registry.counters("rollout_tokens_total")
+        self._divergence_children = registry.counters("rollout_divergences_total")
+        self._evaluated_children = registry.counters("rollout_evaluation_samples_total")
         self._samples: Tally[tuple[str, StopReason]] = Tally()
-        self._groups: Tally[tuple[str, str, str]] = Tally()
+        self._groups: Tally[tuple[str, ...]] = Tally()
         self._alike: Tally[str] = Tally()
         self._turns: Tally[str] = Tally()
         self._tokens: Tally[str] = Tally()
-        self._spans: dict[str, list[float]] = {name: [] for name in SPAN_NAMES}
-        self._lags: list[float] = []
-        self._differences: list[float] = []
         self._divergences: Tally[str] = Tally()
-        self._stalenesses: list[float] = []
-        self._totals: dict[prom.Counter, int] = {}
-        self._places: list[_Place] = [_Place() for _ in range(MAX_ENGINE_LABELS)]
+        self._other_span_s = 0.0
+        self._other_spans = registry.counter("rollout_other_span_seconds_total")
+        self._mismatches = registry.counters("rollout_token_mismatch_total")
+        self._checked = registry.counters("rollout_checked_calls_total")
+        self._rescored = registry.counters("rollout_rescored_samples_total")
+        self._gateway = registry.counters("rollout_gateway_requests_total")
+        self._sessions = registry.gauge("rollout_gateway_sessions")
+        self._totals = Totals()
 
-    def _declare(self, version: str, wire: int) -> None:
+    def _bind_readings(self) -> None:
         registry = self.registry
-        info = prom.Info(
-            "rollout_build", "Version of the worker and of its wire", registry=registry
-        )
-        info.info({"version": version, "wire": str(wire)})
-        self.samples_total = prom.Counter(
-            "rollout_samples", "Trajectories that ended", ["env", "status", "reason"],
-            registry=registry,
-        )  # fmt: skip
-        self.groups_total = prom.Counter(
-            "rollout_groups", "Full groups judged", ["env", "outcome", "reason"], registry=registry
-        )
-        self.identical_groups_total = prom.Counter(
-            "rollout_identical_groups", "Groups whose members all sampled the same tokens", ["env"],
-            registry=registry,
-        )  # fmt: skip
-        self.turns_total = prom.Counter(
-            "rollout_turns", "Engine calls of ended trajectories", ["env"], registry=registry
-        )
-        self.tokens_total = prom.Counter(
-            "rollout_tokens", "Tokens of ended trajectories", ["kind"], registry=registry
-        )
-        self.span_seconds = prom.Histogram(
-            "rollout_span_duration_seconds", "Parts of a trajectory", ["span"],
-            buckets=SECONDS_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.inflight = prom.Gauge(
-            "rollout_inflight_samples", "Leased samples of this worker", registry=registry
-        )
-        self.concurrency_limit = prom.Gauge(
-            "rollout_concurrency_limit", "Slots of this worker", registry=registry
-        )
-        self.leases_reclaimed_total = prom.Counter(
-            "rollout_leases_reclaimed", "Expired leases that this worker's sweeps took back",
-            registry=registry,
-        )  # fmt: skip
-        self.fenced_results_total = prom.Counter(
-            "rollout_fenced_results", "Late results that the queue refused", registry=registry
-        )
-        self.duplicate_results_total = prom.Counter(
-            "rollout_duplicate_results", "Results that had landed before (their answer was lost)",
-            registry=registry,
-        )  # fmt: skip
-        self.heartbeat_failures_total = prom.Counter(
-            "rollout_heartbeat_failures", "Beats that Redis did not answer", registry=registry
-        )
-        self.loop_lag = prom.Histogram(
-            "rollout_event_loop_lag_seconds", "How late the event loop runs what is due",
-            buckets=LAG_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.gc_pause_seconds = prom.Gauge(
-            "rollout_gc_longest_pause_seconds", "Longest garbage collection of the last second",
-            registry=registry,
-        )  # fmt: skip
-        self.user_threads = prom.Gauge(
-            "rollout_user_threads", "Threads that run a user's function", registry=registry
-        )
-        self.user_threads_hung = prom.Gauge(
-            "rollout_user_threads_hung", "Those of them that nobody waits for any more",
-            registry=registry,
-        )  # fmt: skip
-        self.parked_samples_total = prom.Counter(
-            "rollout_parked_samples", "Samples that were stopped half-way with what they had",
-            registry=registry,
-        )  # fmt: skip
-        self.resumed_samples_total = prom.Counter(
-            "rollout_resumed_samples", "Samples that went on from what was parked",
-            registry=registry,
-        )  # fmt: skip
-        evaluated = prom.Counter(
-            "rollout_evaluation_samples", "Trajectories of evaluations that ended", ["status"],
-            registry=registry,
-        )  # fmt: skip
-        self._evaluated = {s: evaluated.labels(s.value) for s in sorted(set(STATUS_OF.values()))}
-        self.resumes_exhausted_total = prom.Counter(
-            "rollout_resumes_exhausted",
-            "Parked samples that began anew: resumed too often, or nothing to go on from",
-            registry=registry,
-        )  # fmt: skip
-        self.sample_staleness = prom.Histogram(
-            "rollout_sample_staleness_versions",
-            "Versions between the oldest token of an ended trajectory and the run's weights",
-            buckets=STALENESS_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._declare_engines()
-        self._declare_fidelity()
-        self._declare_gateway()
-        self.outcomes = OutcomeMetrics(registry, self._env_labels)
-        self._bind_children()
-
-    def _declare_engines(self) -> None:
-        registry = self.registry
-        self.engine_up = prom.Gauge(
-            "rollout_engine_up", "1 where the engine answers, also while it takes no calls",
-            ["engine"], registry=registry,
-        )  # fmt: skip
-        self.engine_version_lag = prom.Gauge(
-            "rollout_engine_version_lag", "Weight versions that the engine is behind the run",
-            ["engine"], registry=registry,
-        )  # fmt: skip
-        self.engine_limit = prom.Gauge(
-            "rollout_engine_limit", "Most calls of this worker at the engine; 0 is no limit",
-            ["engine"], registry=registry,
-        )  # fmt: skip
-        self.engine_requests_total = prom.Counter(
-            "rollout_engine_requests", "Requests to engines", ["engine", "outcome"],
-            registry=registry,
-        )  # fmt: skip
-        engines = prom.Gauge("rollout_engines", "Engines by state", ["state"], registry=registry)
-        self._engines = {state: engines.labels(state.value) for state in State}
-        self._pool = {
-            of: prom.Counter(f"rollout_{name}", text, registry=registry)
-            for of, (name, text) in POOL_COUNTERS.items()
+        spans = registry.histograms("rollout_span_duration_seconds")
+        of_spans = {name: Readings(spans[name], catalog.SECONDS_BUCKETS) for name in spans}
+        self._add_span: dict[str, Callable[[float], None]] = {
+            name: readings.add for name, readings in of_spans.items()
         }
-
-    def _declare_fidelity(self) -> None:
-        registry = self.registry
-        mismatches = prom.Counter(
-            "rollout_token_mismatch", "Samples that are not what the engine saw and sampled",
-            ["kind"], registry=registry,
-        )  # fmt: skip
-        calls = prom.Counter(
-            "rollout_checked_calls", "Calls of samples that were held against what was sent",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        divergences = prom.Counter(
-            "rollout_divergences", "Turns whose client had rewritten history", ["policy"],
-            registry=registry,
-        )  # fmt: skip
-        rescored = prom.Counter(
-            "rollout_rescored_samples", "Finished samples chosen to be scored again", ["outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self.logprob_difference = prom.Histogram(
-            "rollout_logprob_difference",
-            "Absolute difference of a sampled log-prob and a prefill of the same weights",
-            buckets=DIFFERENCE_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._mismatches = {kind: mismatches.labels(kind) for kind in MISMATCH_KINDS}
-        self._calls = {name: calls.labels(name) for name in ("checked", "unknown")}
-        self._divergence_children = {p: divergences.labels(p) for p in DIVERGENCE_POLICIES}
-        self._rescored = {name: rescored.labels(name) for name in RESCORE_OUTCOMES}
-
-    def _declare_gateway(self) -> None:
-        registry = self.registry
-        self._sessions = prom.Gauge("rollout_gateway_sessions", "Open sessions", registry=registry)
-        requests = prom.Counter(
-            "rollout_gateway_requests", "Requests of agents", ["outcome"], registry=registry
+        self._lags = Readings(
+            registry.histogram("rollout_event_loop_lag_seconds"), catalog.LAG_BUCKETS
         )
-        self._gateway = {name: requests.labels(name) for name in GATEWAY_OUTCOMES}
-
-    def _bind_children(self) -> None:
-        envs = self._env_labels
-        self._sample_children = {
-            (env, reason): self.samples_total.labels(env, STATUS_OF[reason].value, reason.value)
-            for env in envs
-            for reason in StopReason
-        }
-        outcomes = [(KEPT, "")] + [("dropped", reason.value) for reason in _AGGREGATOR_REASONS]
-        self._group_children = {
-            (env, outcome, reason): self.groups_total.labels(env, outcome, reason)
-            for env in envs
-            for outcome, reason in outcomes
-        }
-        self._alike_children = {env: self.identical_groups_total.labels(env) for env in envs}
-        self._turn_children = {env: self.turns_total.labels(env) for env in envs}
-        self._token_children = {kind: self.tokens_total.labels(kind) for kind in TOKEN_KINDS}
-        self._span_children = {name: self.span_seconds.labels(name) for name in SPAN_NAMES}
-        for engine in map(str, range(MAX_ENGINE_LABELS)):
-            for gauge in (self.engine_up, self.engine_version_lag, self.engine_limit):
-                gauge.labels(engine).set(NOBODY)
-            for outcome in ENGINE_OUTCOMES:
-                self.engine_requests_total.labels(engine, outcome)
+        self._differences = Readings(
+            registry.histogram("rollout_logprob_difference"), catalog.DIFFERENCE_BUCKETS
+        )
+        self._stalenesses = Readings(
+            registry.histogram("rollout_sample_staleness_versions", ALL), catalog.STALENESS_BUCKETS
+        )
+        self._turn_counts = Readings(
+            registry.histogram("rollout_sample_turns", ALL), catalog.TURN_BUCKETS
+        )
+        self._readings = (
+            *of_spans.values(), self._lags, self._differences, self._stalenesses, self._turn_counts,
+        )  # fmt: skip
 
     # --- the hot path ----------------------------------------------------------------------------
     def sample_ended(
@@ -301,38 +128,57 @@ class Metrics:
             version: the run's weights now; unknown counts no age.
         """
         env = env if env in self._envs else OTHER
-        tokens = self._tokens
         self._samples[env, reason] += 1
-        leaves = list(leaves)
-        counted = TokenTally.of(leaves)
+        try:
+            self._count(env, reason, list(leaves), delivered, version)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rollout goes on
+            self.guard.failed(error)
+
+    def _count(
+        self, env: str, reason: StopReason, leaves: list[Sample], delivered: bool, version: int
+    ) -> None:
+        if reason is StopReason.REWARD_ERROR:
+            detail = leaves[0].metadata.get("error_detail") if leaves else None
+            self.outcomes.reward_error(detail if isinstance(detail, str) else OTHER)
+        if not leaves:
+            return
+        counted, tokens = TokenTally.of(leaves), self._tokens
         self._turns[env] += counted.turns
         tokens["prompt"] += counted.prompt
         tokens["cached"] += counted.cached
         tokens["sampled"] += counted.sampled
         tokens["tool"] += counted.tool
-        if delivered:
-            tokens["trainable"] += counted.trainable
-        else:
+        if not delivered:
             tokens["discarded"] += counted.sampled
-        if leaves:
-            self.outcomes.tool_calls(leaves[0].metadata)
-        if reason is StopReason.REWARD_ERROR:
-            detail = leaves[0].metadata.get("error_detail") if leaves else None
-            self.outcomes.reward_error(detail if isinstance(detail, str) else OTHER)
-        for sample in leaves:
-            # Not the first call's: a turn that goes on at another engine may get older weights.
-            versions = sample.version_range() if delivered and version >= 0 else None
-            if versions is not None:
-                self.staleness(version - versions[0])
-            for span in sample.spans:
-                self.span(span.name, span.duration_s)
-            diverged = sample.metadata.get("divergences")
+        else:
+            tokens["trainable"] += counted.trainable
+            if version >= 0 and counted.oldest >= 0:
+                self.staleness(version - counted.oldest)
+            if counted.turns and STATUS_OF[reason] in _ENDED_WELL:
+                self._turn_counts.add(counted.turns)
+        self.outcomes.tool_calls(leaves[0].metadata)
+        for leaf in leaves:
+            diverged = leaf.metadata.get("divergences")
             if diverged:
                 self._diverged(diverged)
+            self._spans(leaf.spans)
+
+    def _spans(self, spans: Iterable[Span]) -> None:
+        adds = self._add_span
+        for span in spans:
+            add = adds.get(span.name)
+            if add is None:
+                self._other_span(span.duration_s)
+            else:
+                add(span.duration_s)
+
+    def _other_span(self, duration_s: float) -> None:
+        if duration_s > 0:  # neither NaN
+            self._other_span_s += min(MOST, duration_s)
 
     def evaluation_ended(self, reason: StopReason) -> None:
         """Count one trajectory of an evaluation, which counts nowhere else."""
-        self._evaluated[STATUS_OF[reason]].inc()
+        self._evaluated_children[STATUS_OF[reason].value].inc()
 
     def _diverged(self, found: object) -> None:
         """Count what a merge noted, each turn once: in the leaf that has it (`tito.divergence`).
@@ -346,25 +192,32 @@ class Metrics:
 
     def differences(self, values: Iterable[float]) -> None:
         """Keep the absolute differences of one rescored sample until the next flush."""
-        self._differences += values
+        for value in values:
+            self._differences.add(value)
 
     def staleness(self, versions: int) -> None:
         """Keep how many versions old one ended trajectory is until the next flush."""
-        self._stalenesses.append(float(max(0, versions)))
+        self._stalenesses.add(max(0, versions))
 
     def span(self, name: str, duration_s: float) -> None:
-        """Keep one duration until the next flush."""
-        kept = self._spans.get(name)
-        if kept is not None:
-            kept.append(duration_s)
+        """Keep one duration until the next flush; of a user's own name it counts as `other`."""
+        add = self._add_span.get(name)
+        if add is None:
+            self._other_span(duration_s)
+        else:
+            add(duration_s)
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        """Keep the durations of a trajectory that has no sample to count them with."""
+        try:
+            self._spans(spans)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rollout goes on
+            self.guard.failed(error)
 
     def group_judged(self, env: str, drop: DropReason | None) -> None:
         """Count one verdict."""
         env = env if env in self._envs else OTHER
-        if drop is None:
-            self._groups[env, KEPT, ""] += 1
-        else:
-            self._groups[env, "dropped", drop.value] += 1
+        self._groups[env, READY if drop is None else DROPPED] += 1
 
     def group_alike(self, env: str) -> None:
         """Count one group whose members all sampled the same tokens."""
@@ -372,105 +225,50 @@ class Metrics:
 
     def lag(self, seconds: float) -> None:
         """Keep one reading of how late the loop was."""
-        self._lags.append(max(0.0, seconds))
+        self._lags.add(max(0.0, seconds))
 
     # --- once a second ---------------------------------------------------------------------------
     def flush(self) -> None:
-        """Move what was accumulated to Prometheus."""
-        _move(self._samples, self._sample_children)
-        _move(self._groups, self._group_children)
-        _move(self._alike, self._alike_children)
-        _move(self._turns, self._turn_children)
-        _move(self._tokens, self._token_children)
-        for name, values in self._spans.items():
-            _observe_all(self._span_children[name], SECONDS_BUCKETS, values)
-        _observe_all(self.loop_lag, LAG_BUCKETS, self._lags)
-        _observe_all(self.logprob_difference, DIFFERENCE_BUCKETS, self._differences)
-        _observe_all(self.sample_staleness, STALENESS_BUCKETS, self._stalenesses)
-        _move(self._divergences, self._divergence_children)
-        self.outcomes.flush(_observe_all)
+        """Move what was accumulated to Prometheus; a part that breaks stops no other."""
+        run = self.guard.run
+        run(self._move)
+        for readings in self._readings:
+            run(readings.flush)
+        run(self.outcomes.flush)
+        self._totals.follow(self._failures, self.guard.num_failures)
+
+    def _move(self) -> None:
+        move(self._samples, self._sample_children)
+        move(self._groups, self._group_children)
+        move(self._alike, self._alike_children)
+        move(self._turns, self._turn_children)
+        move(self._tokens, self._token_children)
+        move(self._divergences, self._divergence_children)
+        seconds, self._other_span_s = self._other_span_s, 0.0
+        self._other_spans.inc(seconds)
 
     def fidelity(self, mismatches: Mapping[str, int], *, checked: int, unknown: int) -> None:
         """Publish the running totals of the check on every sample."""
-        for kind, total in mismatches.items():
-            self._follow(self._mismatches[kind], total)
-        self._follow(self._calls["checked"], checked)
-        self._follow(self._calls["unknown"], unknown)
+        self._totals.follow_all(self._mismatches, mismatches)
+        self._totals.follow_all(self._checked, {"checked": checked, "unknown": unknown})
 
     def rescored(self, totals: Mapping[str, int]) -> None:
         """Publish the running totals of the rescoring, by outcome."""
-        for outcome, total in totals.items():
-            self._follow(self._rescored[outcome], total)
+        self._totals.follow_all(self._rescored, totals, rest="failed")
 
     def gateway(self, requests: Mapping[str, int], open_sessions: int) -> None:
         """Publish the running totals of agents' requests, by outcome, and the sessions now."""
-        for outcome, child in self._gateway.items():
-            self._follow(child, requests.get(outcome, 0))
+        self._totals.follow_all(self._gateway, requests, rest="failed")
         self._sessions.set(open_sessions)
-
-    def _follow(self, child: prom.Counter, total: int) -> None:
-        new = total - self._totals.get(child, 0)
-        if new > 0:
-            child.inc(new)
-            self._totals[child] = total
 
     def engines(self, engines: Iterable[EngineFigures], pool: PoolFigures) -> None:
         """Publish how the engines are; their counts and the pool's are running totals."""
-        states: Tally[State] = Tally()
-        places: dict[int, EngineFigures] = {}
-        for engine in engines:
-            states[engine.state] += 1
-            places[engine.slot] = engine
-        for state, gauge in self._engines.items():
-            gauge.set(states[state])
-        for number, place in enumerate(self._places):
-            self._publish_place(str(number), place, places.get(number))
-        for of, counter in self._pool.items():
-            self._follow(counter, getattr(pool, of))
-
-    def _publish_place(self, label: str, place: _Place, engine: EngineFigures | None) -> None:
-        shown = (NOBODY,) * 3 if engine is None else (engine.up, engine.lag, engine.limit)
-        gauges = (self.engine_up, self.engine_version_lag, self.engine_limit)
-        for gauge, value in zip(gauges, shown, strict=True):
-            gauge.labels(label).set(value)
-        if engine is None:
-            return
-        if place.url != engine.url:  # another one has taken it, whose counts begin at 0
-            place.url, place.totals = engine.url, {}
-        for outcome, total in engine.requests.items():
-            new = total - place.totals.get(outcome, 0)
-            if new > 0:
-                known = _OUTCOME_OF.get(outcome, outcome)
-                known = known if known in ENGINE_OUTCOMES else "fault"
-                self.engine_requests_total.labels(label, known).inc(new)
-            place.totals[outcome] = total
+        self._engines.publish(engines, pool)
 
     def num_series(self) -> int:
         """Return how many series a scrape has."""
-        return sum(len(metric.samples) for metric in self.registry.collect())
+        return self.registry.num_series()
 
     def render(self) -> bytes:
         """Return the exposition text."""
-        return prom.generate_latest(self.registry)
-
-
-def _move(tally: Tally[K], children: dict[K, prom.Counter]) -> None:
-    for key, count in tally.items():
-        child = children.get(key)
-        if child is not None:
-            child.inc(count)
-    tally.clear()
-
-
-def _observe_all(child: prom.Histogram, buckets: Sequence[float], values: list[float]) -> None:
-    """Observe many values at once: one search for all, where `observe` costs 0.8 µs for each.
-
-    A histogram of prometheus-client keeps a count per bucket, not yet summed up.
-    """
-    if values:
-        counts = np.bincount(np.searchsorted(buckets, values), minlength=len(buckets) + 1)
-        for bucket, count in zip(child._buckets, counts.tolist(), strict=True):
-            if count:
-                bucket.inc(count)
-        child._sum.inc(sum(values))
-        values.clear()
+        return self.registry.render()

@@ -1,6 +1,6 @@
 """The pulse of the event loop: how late it runs, and the one place that flushes telemetry.
 
-Owns the timer. Never touches a rollout. Invariant: a failure of telemetry is said and survived.
+Owns the timer. Never touches a rollout. Invariant: a failure of telemetry is survived (`guard`).
 """
 
 from __future__ import annotations
@@ -8,14 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import structlog
-
 from .metrics import Metrics
 
 INTERVAL_S = 0.1
 FLUSH_EVERY = 10
-
-log = structlog.get_logger("worker")
 
 
 class Pulse:
@@ -41,9 +37,6 @@ class Pulse:
                 self.flush()
 
     def flush(self) -> None:
-        """Publish what was accumulated."""
-        try:
-            self._before_flush()
-            self._metrics.flush()
-        except Exception:
-            log.exception("telemetry_failed")
+        """Publish what was accumulated, also where what comes before it breaks."""
+        self._metrics.guard.run(self._before_flush)
+        self._metrics.guard.run(self._metrics.flush)

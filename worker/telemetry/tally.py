@@ -3,15 +3,15 @@
 Owns the sums over leaves. Never publishes. Invariant: leaves that branch from one another share
 calls, and each call counts once, in the first leaf that has it.
 
-Unit: tokens, but for `turns`.
+Unit: tokens, but for `turns` and `oldest`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollstream.sample import Sample
+from rollstream.sample import UNKNOWN_VERSION, Call, Sample
 
 
 @dataclass(slots=True)
@@ -28,27 +28,38 @@ class TokenTally:
     tool: int = 0
     """Neither sampled nor in the first prompt."""
     trainable: int = 0
+    oldest: int = UNKNOWN_VERSION
+    """The oldest known weight version of any sampled token."""
 
     @classmethod
-    def of(cls, leaves: Iterable[Sample]) -> TokenTally:
+    def of(cls, leaves: Sequence[Sample]) -> TokenTally:
         """Count a trajectory."""
-        tally, seen = cls(), set[str]()
+        tally = cls()
+        if len(leaves) == 1:  # nearly all are so
+            tally._add_whole(leaves[0])
+            return tally
+        seen = set[str]()
         for leaf in leaves:
-            tally._add(leaf, seen)
+            shared = [call for call in leaf.calls if call.rid in seen] if seen else []
+            if shared:
+                tally._add_branch(leaf, shared, seen)
+            else:
+                tally._add_whole(leaf)
             seen.update(call.rid for call in leaf.calls if call.rid)
         return tally
 
-    def _add(self, leaf: Sample, seen: set[str]) -> None:
+    def _add_whole(self, leaf: Sample) -> None:
+        calls, cache = leaf.calls, leaf.prefix_cache_info
+        sampled = sum([call.end - call.start for call in calls])
+        self.turns += len(calls)
+        self.prompt += cache.total_prompt_tokens
+        self.cached += cache.cached_tokens
+        self.sampled += sampled
+        self.tool += leaf.response_length - sampled
         self.trainable += leaf.effective_response_length
-        shared = [call for call in leaf.calls if call.rid in seen] if seen else []
-        if not shared:
-            sampled = leaf.num_sampled
-            self.turns += len(leaf.calls)
-            self.prompt += leaf.prefix_cache_info.total_prompt_tokens
-            self.cached += leaf.prefix_cache_info.cached_tokens
-            self.sampled += sampled
-            self.tool += leaf.response_length - sampled
-            return
+        self._see_versions(calls)
+
+    def _add_branch(self, leaf: Sample, shared: Sequence[Call], seen: set[str]) -> None:
         # What leaves share is their beginning.
         behind = max(call.end for call in shared)
         new = [call for call in leaf.calls if call.rid not in seen]
@@ -56,3 +67,14 @@ class TokenTally:
         self.turns += len(new)
         self.sampled += sampled
         self.tool += len(leaf.tokens) - behind - sampled
+        self.trainable += leaf.effective_response_length
+        self._see_versions(new)
+
+    def _see_versions(self, calls: Sequence[Call]) -> None:
+        # Not the first call's alone: a turn that goes on at another engine may get older weights.
+        known = {span[0] for call in calls for span in call.versions}
+        known.discard(UNKNOWN_VERSION)
+        if known:
+            oldest = min(known)
+            if self.oldest == UNKNOWN_VERSION or oldest < self.oldest:
+                self.oldest = oldest

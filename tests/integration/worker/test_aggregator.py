@@ -91,7 +91,7 @@ async def test_two_aggregators_that_judge_one_group_decide_once(run: Run) -> Non
 
     assert (await run.queue.depths())["ready"] == 1
     parts.metrics.flush()
-    kept = parts.metrics.groups_total.labels("default", "ready", "")
+    kept = parts.metrics.registry.counter("rollout_judged_groups_total", "default", "ready")
     assert kept._value.get() == 1
     await run.audit()
 

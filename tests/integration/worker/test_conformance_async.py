@@ -127,5 +127,5 @@ async def test_154_what_a_filter_refused_never_begins_anew_whatever_stale_groups
     assert await run.drops() == {"zero_std": 1}
     assert (calls, await run.counter("requeued")) == (2, 0)
     parts.metrics.flush()
-    counted = parts.metrics.groups_total.labels("default", "dropped", "zero_std")
+    counted = parts.metrics.registry.counter("rollout_judged_groups_total", "default", "dropped")
     assert counted._value.get() == 1

@@ -113,7 +113,7 @@ def figures(parts: Parts, name: str) -> dict[str, float]:
     parts.metrics.flush()
     return {
         "/".join(v for k, v in sample.labels.items() if k != "env"): sample.value
-        for metric in parts.metrics.registry.collect()
+        for metric in parts.metrics.registry.prometheus.collect()
         for sample in metric.samples
         if sample.name == name and sample.value
     }

@@ -12,22 +12,22 @@ import pytest
 from rollstream.errors import DropReason, StopReason
 from rollstream.sample import Sample
 from tests.builders import a_sample
+from tests.unit.worker.views import rewarded
 from worker.engines.fleet.pool import OUTCOMES, EngineCounters, PoolCounters
 from worker.engines.fleet.states import State
 from worker.members.fidelity import Kind
-from worker.telemetry.metrics import (
+from worker.telemetry.catalog import (
     DIVERGENCE_POLICIES,
     ENGINE_OUTCOMES,
     GATEWAY_OUTCOMES,
     MAX_SERIES,
     MISMATCH_KINDS,
     RESCORE_OUTCOMES,
-    Metrics,
+    WORKER_ENV_LABELS,
 )
+from worker.telemetry.metrics import Metrics
 from worker.telemetry.spans import NoSpans, SpanList, timed
 from worker.types import DivergencePolicy
-
-from .views import rewarded
 
 
 def metrics(envs: int = 1) -> Metrics:
@@ -51,7 +51,7 @@ def text_of(given: Metrics) -> str:
     return given.render().decode()
 
 
-@pytest.mark.parametrize(("envs", "engines"), [(1, 1), (30, 40)])
+@pytest.mark.parametrize(("envs", "engines"), [(1, 1), (WORKER_ENV_LABELS, 4), (30, 40)])
 def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
     envs: int, engines: int
 ) -> None:
@@ -70,6 +70,7 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
     given.span("never heard of", 1.0)
     given.outcomes.tool_calls({"tool_calls_ok": 1, "tool_errors": {"never heard of": 1}})
     given.outcomes.reward_error("never heard of")
+    given.sample_ended("never heard of", StopReason.STOP, [], delivered=True)
     given.sample_ended("env0", StopReason.STOP, [diverged(*DIVERGENCE_POLICIES)], delivered=True)
     given.fidelity(dict.fromkeys(Kind, 1), checked=1, unknown=1)
     given.rescored(dict.fromkeys(RESCORE_OUTCOMES, 1))
@@ -101,7 +102,7 @@ def test_every_series_of_the_fidelity_checks_is_there_before_anything_happened()
         assert f'rollout_rescored_samples_total{{outcome="{outcome}"}} 0.0' in text
     for outcome in ("checked", "unknown"):
         assert f'rollout_checked_calls_total{{outcome="{outcome}"}} 0.0' in text
-    for edge in ("0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1.0", "+Inf"):
+    for edge in ("0.001", "0.01", "0.05", "0.3", "+Inf"):
         assert f'rollout_logprob_difference_bucket{{le="{edge}"}} 0.0' in text
 
 
@@ -144,7 +145,7 @@ def test_log_prob_differences_fall_into_their_buckets() -> None:
     given = metrics()
     given.differences([0.0, 0.001, 0.02, 0.2, 7.0])
     text = text_of(given)
-    counts = {"0.001": 2, "0.01": 2, "0.03": 3, "0.1": 3, "0.3": 4, "1.0": 4, "+Inf": 5}
+    counts = {"0.001": 2, "0.01": 2, "0.05": 3, "0.3": 4, "+Inf": 5}
     for edge, count in counts.items():
         assert f'rollout_logprob_difference_bucket{{le="{edge}"}} {count}.0' in text
     assert "rollout_logprob_difference_sum 7.221" in text
@@ -266,8 +267,9 @@ def test_a_samples_age_is_that_of_its_oldest_token_where_it_is_delivered_and_kno
     for call in sample.calls:
         call.versions = [(-1, call.start, call.end)]
     given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=5)
-    assert "rollout_sample_staleness_versions_sum 2.0" in text_of(given)
-    assert "rollout_sample_staleness_versions_count 1.0" in text_of(given)
+    text = text_of(given)
+    assert 'rollout_sample_staleness_versions_sum{kind="all"} 2.0' in text
+    assert 'rollout_sample_staleness_versions_count{kind="all"} 1.0' in text
 
 
 @pytest.mark.parametrize(
@@ -287,8 +289,9 @@ def test_a_samples_age_is_that_of_its_oldest_known_token_wherever_it_stands(
     sample = a_sample(turns=(((4, 5), (6,)), ((7,), ())))
     sample.calls[0].versions, sample.calls[1].versions = first, second
     given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=5)
-    assert "rollout_sample_staleness_versions_sum 3.0" in text_of(given)
-    assert "rollout_sample_staleness_versions_count 1.0" in text_of(given)
+    text = text_of(given)
+    assert 'rollout_sample_staleness_versions_sum{kind="all"} 3.0' in text
+    assert 'rollout_sample_staleness_versions_count{kind="all"} 1.0' in text
 
 
 def test_staleness_of_ended_trajectories_falls_into_its_buckets() -> None:
@@ -297,7 +300,9 @@ def test_staleness_of_ended_trajectories_falls_into_its_buckets() -> None:
         given.staleness(versions)
     text = text_of(given)
     for edge, count in {"0.0": 3, "1.0": 4, "2.0": 4, "4.0": 5, "8.0": 5, "+Inf": 6}.items():
-        assert f'rollout_sample_staleness_versions_bucket{{le="{edge}"}} {count}.0' in text
+        assert (
+            f'rollout_sample_staleness_versions_bucket{{kind="all",le="{edge}"}} {count}.0' in text
+        )
 
 
 def test_spans_reach_the_histogram_with_the_next_flush() -> None:

@@ -10,12 +10,11 @@ import pytest
 from rollstream.errors import StopReason
 from rollstream.group import GroupView
 from tests.builders import a_sample
+from tests.unit.worker.views import DEADLINE, header, leaf, rewarded, view
 from worker.rewards.details import Detail
+from worker.telemetry.catalog import OTHER, REWARD_DETAILS, TOOL_OUTCOMES
 from worker.telemetry.metrics import Metrics
-from worker.telemetry.outcomes import OTHER, REWARD_DETAILS, TOOL_OUTCOMES
 from worker.tools.outcome import ToolError
-
-from .views import DEADLINE, header, leaf, rewarded, view
 
 
 def metrics(*envs: str) -> Metrics:
@@ -53,8 +52,8 @@ def test_145_all_has_what_was_dropped_and_delivered_has_not() -> None:
     assert counts(given, "rollout_reward_gained_total") == {
         "default/all": 4.5, "default/delivered": 1.5,
     }  # fmt: skip
-    assert counts(given, "rollout_response_tokens_count") == {"all": 5.0, "delivered": 2.0}
-    assert counts(given, "rollout_response_tokens_sum") == {"all": 25.0, "delivered": 10.0}
+    assert counts(given, "rollout_sample_tokens_count") == {"all": 5.0, "delivered": 2.0}
+    assert counts(given, "rollout_sample_tokens_sum") == {"all": 25.0, "delivered": 10.0}
 
 
 def test_a_member_without_a_verdict_has_a_length_and_no_reward_and_a_failed_one_neither() -> None:
@@ -67,8 +66,8 @@ def test_a_member_without_a_verdict_has_a_length_and_no_reward_and_a_failed_one_
     assert counts(given, "rollout_rewards_total") == {
         "default/all": 1.0, "default/delivered": 1.0,
     }  # fmt: skip
-    assert counts(given, "rollout_response_tokens_count") == {"all": 2.0, "delivered": 1.0}
-    assert counts(given, "rollout_response_tokens_sum") == {"all": 305.0, "delivered": 300.0}
+    assert counts(given, "rollout_sample_tokens_count") == {"all": 2.0, "delivered": 1.0}
+    assert counts(given, "rollout_sample_tokens_sum") == {"all": 305.0, "delivered": 300.0}
 
 
 def test_a_cut_member_that_is_dropped_is_in_all_alone() -> None:
@@ -100,7 +99,7 @@ def test_nine_leaves_of_a_trajectory_are_one_member_with_one_reward() -> None:
     given = metrics()
     judged(given, view([header(*[leaf(1.0, tokens=10)] * 9)]), is_kept=True)
     assert counts(given, "rollout_rewards_total")["default/all"] == 1.0
-    assert counts(given, "rollout_response_tokens_sum")["all"] == 90.0
+    assert counts(given, "rollout_sample_tokens_sum")["all"] == 90.0
 
 
 def test_many_environments_share_the_last_label() -> None:
