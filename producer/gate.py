@@ -26,6 +26,7 @@ from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.calls import ScriptCall, end_of_data, present, state, sweep
 from rollstream.queue.queue import Queue
 
+from .blocked import BlockedClock
 from .frontier import Scan
 from .identity import check_opened
 from .sources import BadRow
@@ -41,6 +42,7 @@ SETTLED = frozenset({"new", "dup", "done", "skipped", "dropped", "held"})
 """Answers after which there is nothing to do for an index."""
 WAITS = {"full": "capacity", "wait": "window"}
 """Answers after which there is something to wait for."""
+DRAIN = "drain"
 TAKES_GROUPS = frozenset({"running", "paused"})
 log = structlog.get_logger("producer")
 
@@ -95,6 +97,7 @@ class Gate:
         self._room: int | None = None
         """Groups that would fit, as last read; None where none was refused yet."""
         self._doubt = False
+        self._blocked = BlockedClock()
         self._full_since_mono_s: float | None = None
         """Since when prompts are refused for want of the server's memory."""
 
@@ -129,6 +132,8 @@ class Gate:
         """Say goodbye, if Redis hears it in time: a trainer that waits learns at once."""
         try:
             async with asyncio.timeout(timeout_s):
+                if self._blocked.report() is not None:
+                    await self._say_present()
                 await self._queue.call(present("producer", self._name, leaving=True))
         except OUTAGE as error:
             log.debug("goodbye_not_heard", error=repr(error))
@@ -149,6 +154,7 @@ class Gate:
 
     async def _begin_scan(self) -> bool:
         self._changed.clear()
+        self._blocked.stop()
         self._outages = self._link.outages
         # The server's id first: a restart behind it is noticed as another id later.
         self._server = await self._ask(self._server_id)
@@ -173,6 +179,7 @@ class Gate:
         if self._room == 0:
             await self._queue.wait_room(WAIT_S)
             self._room = await self._read_room(scan)
+            self._note_room(self._room)
             if self._room == 0:
                 return
         most = 1 if self._doubt else min(BATCH, BATCH if self._room is None else self._room)
@@ -183,6 +190,8 @@ class Gate:
         answers = await self._queue.call_many(offers)
         scan.settle(ids, [answer in SETTLED for answer in answers])
         landed = answers.count("new")
+        if any(answer in SETTLED for answer in answers):
+            self._blocked.stop()
         other = next((answer for answer in answers if answer not in SETTLED), "")
         self.standing.position = scan.position
         self.standing.enqueued += landed
@@ -193,6 +202,7 @@ class Gate:
         elif landed:
             self._say_memory_back()
         if other in WAITS:
+            self._note_room(0)
             # Nothing fits although there seemed to be room: full memory, say. One at a time then,
             # because every prompt that is refused travels for nothing.
             self._room, self._doubt = 0, landed == 0
@@ -202,6 +212,14 @@ class Gate:
             self._doubt = False
             if self._room is not None:
                 self._room = max(0, self._room - landed)
+
+    def _note_room(self, room: int) -> None:
+        if room > 0:
+            self._blocked.room_seen()
+        elif self.standing.waiting_for == DRAIN:
+            self._blocked.stop()
+        else:
+            self._blocked.refused()
 
     async def _say_memory_full(self) -> None:
         """Say it once, with how full: only raising the limit, or acks, can end it."""
@@ -285,7 +303,11 @@ class Gate:
                     self._changed.set()
 
     async def _say_present(self) -> ControlAnswer:
-        return await self._queue.call(present("producer", self._name))
+        blocked = self._blocked.report()
+        answer = await self._queue.call(present("producer", self._name, blocked=blocked))
+        if answer.state != "lost":
+            self._blocked.reported(blocked)
+        return answer
 
     async def _read_room(self, scan: Scan) -> int:
         """Return how many groups would fit: below the capacity, inside the window, not drained."""
@@ -297,7 +319,7 @@ class Gate:
         if None in run:
             return 1  # the run is gone: the next offer hears it
         if draining == b"1":
-            self.standing.waiting_for = "drain"
+            self.standing.waiting_for = DRAIN
             return 0
         capacity, frontier, window = (int(value) for value in run)
         free, ahead = capacity - int(live), frontier + window - scan.position

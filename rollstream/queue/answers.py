@@ -154,7 +154,7 @@ class Measured:
     trainer: str
     """`none`, `waiting` (for groups that are not there), `here`, `left`."""
     connection: str
-    """What that trainer's connections are called; `-` or empty where they have no name."""
+    """What the server calls that trainer's connections; empty where it does not."""
 
 
 @dataclass(frozen=True, slots=True)

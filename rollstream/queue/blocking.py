@@ -7,6 +7,7 @@ anything. Invariant: one thread at a time waits; calls from several threads are 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +71,7 @@ class BlockingQueue:
         """
         self.run, self.prefix, self.client = run, prefix(run), client
         self.route: Route | None = None
+        self._name = ""
         self._blocking = blocking
         self._scripts = load_scripts() if scripts is None else scripts
 
@@ -81,10 +83,16 @@ class BlockingQueue:
 
         Errors of the connection surface there, as exceptions of redis-py.
         """
-        reach = Reach(url, probe_of(run), ca=ca, connect_timeout_s=connect_timeout_s)
+        name = f"rollstream-{secrets.token_hex(6)}"
+        reach = Reach(url, probe_of(run), ca=ca, connect_timeout_s=connect_timeout_s, name=name)
         queue = cls(reach.blocking_client(), reach.blocking_client(), run)
-        queue.route = reach.route
+        queue.route, queue._name = reach.route, name
         return queue
+
+    @property
+    def connection_name(self) -> str:
+        """What the server calls every connection of this queue; empty where it does not."""
+        return self._name if self.route is not None and self.route.is_named else ""
 
     def close(self) -> None:
         """Close every connection."""

@@ -467,12 +467,12 @@ def attend(
 
     Args:
         consumer: its token.
-        connection: what its connections are called by the server; `-` for nothing.
+        connection: what the server calls its connections; empty for nothing.
         wait_ms: it waits for groups that are not there, and is believed for so long.
         leaving: it closes its stream.
     """
     word: Arg = "left" if leaving else wait_ms or "here"
-    return ScriptCall("attend", (consumer, connection, word), _text)
+    return ScriptCall("attend", (consumer, connection or "-", word), _text)
 
 
 def deliver(consumer: str, groups: Sequence[str]) -> ScriptCall[list[str]]:
@@ -564,7 +564,7 @@ def _parse_measured(answer: Any) -> Measured | None:
         producers=producers,
         aggregators=aggregators,
         trainer=_text(trainer),
-        connection=_text(connection),
+        connection=_text(connection).removeprefix("-"),
     )
 
 

@@ -85,14 +85,21 @@ class Reach:
         probe: a key that the connections are for; empty asks for none (a list of runs).
         ca: file of the CA that signed the server's certificate, with TLS.
         connect_timeout_s: bound of connecting, all tries together.
+        name: what the server calls synchronous connections (CLIENT LIST); empty is nothing.
     """
 
     def __init__(
-        self, url: str, probe: str, *, ca: str | None = None, connect_timeout_s: float = 5.0
+        self,
+        url: str,
+        probe: str,
+        *,
+        ca: str | None = None,
+        connect_timeout_s: float = 5.0,
+        name: str = "",
     ) -> None:
         read = read_sentinel_url(url)
         self.url = url if read is None else read.server_url
-        self._probe, self._connect_timeout_s = probe, connect_timeout_s
+        self._probe, self._connect_timeout_s, self._name = probe, connect_timeout_s, name
         self._options = connection_options(self.url, ca, connect_timeout_s)
         pool = redis.ConnectionPool.from_url(self.url, **self._options)
         given = pool.connection_kwargs
@@ -128,6 +135,7 @@ class Reach:
             "watch": self._watch,
             "probe": self._probe,
             "handshake_s": self._connect_timeout_s,
+            "name": self._name,
         }
         pool.connection_class = type(f"Rollstream{kind.__name__}", (*mixins, kind), members)
 

@@ -52,6 +52,7 @@ class Route:
         settled: this address has answered for the run's keys; else the next connection asks.
         limit: of the calling thread (`mono_s`): when it wants its answer, at the latest.
         sentinel: the one that answered last.
+        is_named: the server calls our connections by their name (this user may name them).
     """
 
     def __init__(self, seeds: Sequence[Address], *, settled: bool = False) -> None:
@@ -61,6 +62,7 @@ class Route:
         self.settled = settled or not seeds
         self.limit = threading.local()
         self.sentinel: Address | None = None
+        self.is_named = False
         self._seeds = list(seeds)
         self._address = seeds[0] if seeds else None
         self._nodes: list[Address] = []

@@ -60,12 +60,14 @@ class _Routed:
         watch: who is asked for the address; None where the route knows it.
         probe: a key of the run, read once to hear who owns it.
         handshake_s: how long a server that took the connection may take for its first replies.
+        name: what the server is told to call a synchronous connection; empty is nothing.
     """
 
     route: Route
     watch: Watch | None
     probe: str
     handshake_s: float
+    name: str
     _shaking_hands = False
     _generation = -1
     _at: Address | None = None
@@ -130,6 +132,8 @@ class BlockingRouted(_Routed):
                 self.route.settled = True
             if self.route.wants_nodes and (slots := self._asked("CLUSTER", "SLOTS")):
                 self.route.learned(slots)
+            if self.name:
+                self.route.is_named = self._asked("CLIENT", "SETNAME", self.name) == b"OK"
         finally:
             self._shaking_hands = False
 

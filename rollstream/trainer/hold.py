@@ -8,6 +8,7 @@ handed-out batch, or ended, and in no two of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -32,6 +33,8 @@ log = logging.getLogger("rollstream.stream")
 
 MAX_WAIT_S = 0.5
 """Longest single wait for Redis: also how late an end or a takeover is noticed."""
+GOODBYE_S = 0.5
+"""How long a stream that closes waits for the server to hear it."""
 PAUSE_S = 0.05
 """Between two tries while Redis is away."""
 SWEEP_PAGES = 32
@@ -96,8 +99,17 @@ class Hold:
 
     def close(self) -> None:
         """Close every connection, and call nothing any more: a call would open one anew."""
-        self.is_closed = True
+        is_first, self.is_closed = not self.is_closed, True
+        if is_first:
+            with contextlib.suppress(*OUTAGES, ResponseError), self.queue.within(GOODBYE_S):
+                self.lineage.attend(leaving=True)
         self.queue.close()
+
+    def attend(self, wait_s: float = 0.0) -> None:
+        """Say whether this trainer waits; what cannot be said now is said the next time."""
+        if not self.is_closed:
+            with contextlib.suppress(*OUTAGES, ResponseError):
+                self.lineage.attend(wait_s=wait_s)
 
     def refuse_if_closed(self) -> None:
         """Raise StreamError where the stream was closed."""

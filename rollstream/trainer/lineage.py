@@ -93,7 +93,18 @@ class Lineage:
         self.version = max(answer.version, version or 0)
         if self.terminal != theirs:
             self._rewind()
+        self.attend()
         return self._assert_version()
+
+    def attend(self, *, wait_s: float = 0.0, leaving: bool = False) -> None:
+        """Say that this trainer is there, for those who watch the run; nothing depends on it.
+
+        Args:
+            wait_s: it waits for groups that are not there, and is believed for so long.
+            leaving: it goes.
+        """
+        name, wait_ms = self._queue.connection_name, int(wait_s * 1000)
+        self._queue.call(calls.attend(self.consumer, name, wait_ms=wait_ms, leaving=leaving))
 
     def check(self) -> ControlAnswer:
         """Compare Redis with what this process knows, and tell Redis again what it forgot.

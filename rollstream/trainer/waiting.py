@@ -23,6 +23,9 @@ log = logging.getLogger("rollstream.stream")
 
 REPAGE_S = 1.0
 """A wait that was idle for this long reads the stream again from its start."""
+SAY_EVERY_S = 0.5
+WAIT_BELIEVED_S = 1.5
+"""For so long a trainer is seen to wait that said so and says no more (it was killed)."""
 MIN_PATIENCE_S = 1.0
 """However late it is: a busy server that answers is not silent."""
 TROUBLES = (Fenced, RunMissing, ResponseError, *OUTAGES)
@@ -45,6 +48,7 @@ class Wait:
         self._stuck_mono_s: float | None = None
         self._lost_mono_s: float | None = None
         self._num_ended: int | None = None
+        self._said_mono_s: float | None = None
         # With all prompts enqueued the run may be over already: look before the first block.
         self._idle = hold.info.done
 
@@ -57,6 +61,9 @@ class Wait:
         try:
             with self._hold.queue.within(self._patience_s()):
                 ready = self._advance()
+                if self._said_mono_s is not None and (ready or self.over):
+                    self._said_mono_s = None
+                    self._hold.attend()
         except REFUSALS as error:
             raise StreamError(f"Redis refuses this client: {error}") from error
         except TROUBLES as error:
@@ -74,12 +81,20 @@ class Wait:
         block_s = min(MAX_WAIT_S, self._timeout_s)
         try:
             with hold.queue.within(block_s + self._patience_s()):
+                self._say_waiting()
                 self._entries = hold.intake.read_new(wanted, block_s)
         except REFUSALS as error:
             raise StreamError(f"Redis refuses this client: {error}") from error
         except TROUBLES as error:
             self._outlast(error)
         self._idle = not self._entries
+
+    def _say_waiting(self) -> None:
+        """Say it for those who watch the run; after an error it is believed a bit longer."""
+        now = time.monotonic()
+        if self._said_mono_s is None or now - self._said_mono_s >= SAY_EVERY_S:
+            self._said_mono_s = now
+            self._hold.attend(WAIT_BELIEVED_S)
 
     def _patience_s(self) -> float:
         """Return how long an answer is waited for: a silent server is one that is away."""
