@@ -9,7 +9,8 @@ answered travels in new headers and nowhere else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -91,7 +92,9 @@ class Judging:
                 if case is None:
                     env, prompt = self._env_of(stored)
                     env_name = env.name
-                    case = Case(self._queue, self._link, stored, env, prompt)
+                    case = Case(
+                        self._queue, self._link, stored, env, prompt, span=self._metrics.span
+                    )
                 judgement = await case.judgement()
                 self._note_waits(entry, judgement.view)
                 return judgement
@@ -139,8 +142,11 @@ class Case:
         stored: StoredGroup,
         env: EnvJudge,
         prompt: PromptGroup | None,
+        *,
+        span: Callable[[str, float], None],
     ) -> None:
         self._queue, self._link, self._env, self._prompt = queue, link, env, prompt
+        self._span = span
         self._stored = stored
         self._full: StoredGroup | None = None
         """With its bodies, once they were asked for."""
@@ -192,7 +198,11 @@ class Case:
         asked = view.usable
         if reward is not None and any(_own_reward(member) is None for member in asked):
             await self._fill(view)
-            answers = await reward.score([self._trajectory_of(member) for member in asked])
+            start_mono_s = time.monotonic()
+            try:
+                answers = await reward.score([self._trajectory_of(member) for member in asked])
+            finally:
+                self._span("reward", time.monotonic() - start_mono_s)
             for member, scored in zip(asked, answers, strict=True):
                 if isinstance(scored, dict):
                     await asyncio.sleep(0)  # a large one takes a moment to pack, and there are many

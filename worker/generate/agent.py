@@ -156,18 +156,22 @@ class Agents:
         if limits.timeout_s is not None:
             earlier_s = max(0.0, given.deadline - start_mono_s - limits.timeout_s)
         running: asyncio.Task[Any] | None = None
+        outside_s = 0.0
         try:
             running = self._start(given, agent, session.key, limits)
             await _wait(running, given, earlier_s, session.over)
             has_ended = running.done()
         finally:
+            # Its exception is looked at here, also where we are being cancelled.
+            spent_s, ended = time.monotonic() - start_mono_s, _span_outcome(running)
             if running is not None and not running.done():
                 running.cancel()
                 self._abort(given, agent, session.key, limits)
-            elif running is not None and not running.cancelled():
-                running.exception()  # looked at, also where we are being cancelled
-            await session.close()
-        spent_s = time.monotonic() - start_mono_s
+            try:
+                await session.close()
+            finally:  # behind it, the calls that it stopped have recorded themselves
+                if not given.evaluation:  # which records no spans
+                    outside_s = record_gaps(given.spans, start_unix_s, spent_s, ended)
         if session.fault is not None and not session.over.is_set():
             raise session.fault
         if session.over.is_set():
@@ -178,9 +182,8 @@ class Agents:
         outcome = with_picked(outcome, trajectory)
         if outcome.error:
             self._say(agent, given, outcome)
-        if not given.evaluation:  # which records no spans
-            first = trajectory[0] if isinstance(trajectory, list) else trajectory
-            first.non_generation_time += record_gaps(given.spans, start_unix_s, spent_s)
+        first = trajectory[0] if isinstance(trajectory, list) else trajectory
+        first.non_generation_time += outside_s
         return GenerateOutput(
             write(
                 trajectory,
@@ -257,6 +260,13 @@ async def _wait(
             await asyncio.wait((running, told), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         told.cancel()
+
+
+def _span_outcome(running: asyncio.Task[Any] | None) -> str:
+    """Return how the agent's own last stretch ended, before we stop what still runs."""
+    if running is None or not running.done():
+        return "cancelled"
+    return "error" if running.cancelled() or running.exception() is not None else "ok"
 
 
 def _overdue(spent_s: float, earlier_s: float) -> Outcome:

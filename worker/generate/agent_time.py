@@ -12,19 +12,24 @@ from collections.abc import Iterator
 from ..types import SpanRecorder
 
 
-def record_gaps(spans: SpanRecorder, start_unix_s: float, spent_s: float) -> float:
+def record_gaps(
+    spans: SpanRecorder, start_unix_s: float, spent_s: float, outcome: str = "ok"
+) -> float:
     """Record a `tool` span for each stretch in which no call ran, and return their sum.
 
     Args:
         spans: of the trajectory; what was recorded before `start_unix_s` does not count.
         start_unix_s: when the agent began.
         spent_s: until it ended.
+        outcome: of the last stretch, where the agent ended itself.
 
     Unit: seconds.
     """
     gaps = list(_gaps(spans, start_unix_s, start_unix_s + spent_s))
+    end = start_unix_s + spent_s
     for turn, start, seconds in gaps:
-        spans.record("tool", turn, start, seconds)
+        is_last = start + seconds >= end
+        spans.record("tool", turn, start, seconds, outcome if is_last else "ok")
     return sum(seconds for _, _, seconds in gaps)
 
 

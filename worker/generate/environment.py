@@ -17,7 +17,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,8 +70,11 @@ def episodes(
     async def generate(given: GenerateInput) -> GenerateOutput:
         notes = _earlier(given.sample)
         about = _about(given, rules.run_seed, notes.pop("state", None))
-        async with environments.opened(environment.name, environment.make, about) as running:
+        async with AsyncExitStack() as stack:
+            # The wait for a slot and the making are its time, too.
             with _outside(given, -1) as spent:
+                opened = environments.opened(environment.name, environment.make, about)
+                running = await stack.enter_async_context(opened)
                 first = await running.reset(about)
             episode = await _begun(given, running, rules, first)
             episode.spent_s += spent.seconds
