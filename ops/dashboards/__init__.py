@@ -1,0 +1,1 @@
+"""The four dashboards, written by `python -m ops.dashboards`; never by hand."""
