@@ -17,6 +17,7 @@ from rollstream import __version__
 from rollstream.cli.dump import add_dump, dump
 from rollstream.cli.exits import EXPLAINED, INTERRUPTED, PROBLEM, USAGE, CommandError
 from rollstream.urls import scrub
+from rollstream.cli.show_options import add_show_options
 
 APPS = ("worker", "producer")
 
@@ -125,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--config", metavar="FILE", help="also what this rollstream.toml names: engines, rq.url"
+    add_show_options(shown)
     )
     doctor.add_argument(
         "--logprobs",

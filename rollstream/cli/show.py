@@ -1,8 +1,9 @@
 """`show`: the last drops of a run with their reasons and errors, or one group with its members.
 
-Owns what of a group a person sees. Never writes to a run, never reads a body. Invariant: `--json`
-and the text for people say the same; what a user's function raised is shown without its control
-characters, so that it cannot write on the terminal.
+Owns what of a group a person sees, and who shows it: rows here, turns (`transcript`) or a page
+(`html`). Never writes to a run, reads a body only for turns and pages. Invariant: `--json` and the
+text for people say the same; what a user's function raised is shown without its control characters,
+so that it cannot write on the terminal.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from rollstream.cli.exits import OK, PROBLEM
+from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import the_run
+from rollstream.cli.reasons import MEANS
 from rollstream.cli.view import print_json, print_rows
-from rollstream.errors import WireError
+from rollstream.errors import DropReason, WireError
 from rollstream.frontier import TerminalIds
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.look import MOVING, GroupLook, MemberLook, look
+from rollstream.queue.reads import RunInfo
 from rollstream.wire import decode_header
 
 PAST = 1000
@@ -30,16 +33,26 @@ MAX_TEXT = 400
 
 
 def show(args: argparse.Namespace) -> int:
-    """Show one group, or the last drops; exit code 1 where nothing is known of the group."""
-    with the_run(args) as (queue, _):
+    """Show one group, or the last drops; exit code 1 where nothing is known of the group.
+
+    Raises:
+        CommandError: arguments that do not go together, or a file that cannot be read or written.
+    """
+    if args.dump:
+        from rollstream.cli.pages import show_dumped
+
+        return show_dumped(args)
+    if args.group is None and (args.html or args.text or args.members is not None):
+        raise CommandError("show --text, --members and --html need a GROUP", USAGE)
+    with the_run(args) as (queue, info):
         if args.group is None:
-            return _show_drops(queue, args)
-        return _show_group(queue, str(args.group), args.json)
+            return _show_drops(queue, info, args)
+        return _show_group(queue, info, args)
 
 
 # --- drops ---------------------------------------------------------------------------------------
-def _show_drops(queue: BlockingQueue, args: argparse.Namespace) -> int:
-    drops = [_drop(row) for row in queue.past(args.last)]
+def _show_drops(queue: BlockingQueue, info: RunInfo, args: argparse.Namespace) -> int:
+    drops = [_drop(row, info) for row in queue.past(args.last)]
     if args.json:
         print_json({"run": queue.run, "drops": drops})
     elif not drops:
@@ -51,7 +64,7 @@ def _show_drops(queue: BlockingQueue, args: argparse.Namespace) -> int:
     return OK
 
 
-def _drop(row: Mapping[str, Any]) -> dict[str, Any]:
+def _drop(row: Mapping[str, Any], info: RunInfo) -> dict[str, Any]:
     """Return a record of `past` as plain data."""
     members = []
     for i, (header, error) in enumerate(zip(row["headers"], row["errors"], strict=True)):
@@ -63,13 +76,19 @@ def _drop(row: Mapping[str, Any]) -> dict[str, Any]:
             members.append({"member": i, "where": "unfinished"})
     at = datetime.fromtimestamp(row["unix_s"], UTC).isoformat(timespec="seconds")
     known = {name: row[name] for name in ("group_index", "n", "reason", "detail", "state", "why")}
-    return known | {"at": at, "members": members}
+    if row["reason"] == DropReason.RUN_ABORTED and not row["detail"]:
+        known["detail"] = info.error
+    return known | {"means": MEANS.get(row["reason"], ""), "at": at, "members": members}
 
 
 def _print_drop(drop: Mapping[str, Any]) -> None:
     detail = f": {_plain(drop['detail'])}" if drop["detail"] else ""
     print(f"{drop['at']}  group {drop['group_index']} (n {drop['n']}, was {drop['state']})  "
           f"{drop['reason']}{detail}")  # fmt: skip
+    if drop["means"]:
+        print(f"    {drop['means']}")
+    if drop["why"]:
+        print(f"    first failure: {_plain(drop['why'])}")
     for member in drop["members"]:
         print(f"    member {member['member']}: {_ended(member)}")
     if len(drop["members"]) < drop["n"]:
@@ -85,18 +104,21 @@ def _ended(member: Mapping[str, Any]) -> str:
 
 
 # --- one group -----------------------------------------------------------------------------------
-def _show_group(queue: BlockingQueue, name: str, as_json: bool) -> int:
+def _show_group(queue: BlockingQueue, info: RunInfo, args: argparse.Namespace) -> int:
+    name = str(args.group)
     group = look(queue, name)
     if group is not None:
-        shown = _shown(group)
-        if as_json:
-            print_json({"run": queue.run} | shown)
-        else:
-            _print_group(group, shown)
+        _show_live(queue, info, group, args)
         return OK
-    drops = [_drop(row) for row in queue.past(PAST) if row["group_index"] == name]
+    drops = [_drop(row, info) for row in queue.past(PAST) if row["group_index"] == name]
+    if drops and args.html:
+        from rollstream.cli.gather import of_drops
+        from rollstream.cli.pages import write_page
+
+        write_page(of_drops(queue.run, name, drops), args)
+        return OK
     ended = bool(drops) or _is_terminal(queue, name)
-    if as_json:
+    if args.json:
         state = "dropped" if drops else "ended" if ended else "unknown"
         print_json({"run": queue.run, "group_index": name, "state": state, "drops": drops})
     elif drops:
@@ -108,7 +130,32 @@ def _show_group(queue: BlockingQueue, name: str, as_json: bool) -> int:
               f"the last {PAST} drops")  # fmt: skip
     else:
         print(f"group {name} is unknown: not enqueued yet, or no id of this run")
+    if args.html:
+        raise CommandError(f"there is nothing of group {name} to write to {args.html}", PROBLEM)
     return OK if ended else PROBLEM
+
+
+def _show_live(
+    queue: BlockingQueue, info: RunInfo, group: GroupLook, args: argparse.Namespace
+) -> None:
+    if args.members is not None:
+        group.members = [member for member in group.members if member.member in args.members]
+    shown = _shown(group)
+    if args.html or args.text:
+        from rollstream.cli.gather import of_run
+        from rollstream.cli.pages import show_facts
+
+        facts = of_run(queue, info, group, shown["members"])
+        if show_facts(facts, args, {"run": queue.run} | shown):
+            return
+    if args.json:
+        print_json({"run": queue.run} | shown)
+        return
+    _print_group(group, shown)
+    if args.text:
+        from rollstream.cli.pages import show_turns
+
+        show_turns(facts, args)
 
 
 def _times(count: int) -> str:
@@ -193,6 +240,7 @@ def _result(header: bytes) -> dict[str, Any]:
         "sampled_tokens": known.num_sampled,
         "turns": known.num_turns,
         "versions": leaf.versions,
+        "reward_error": known.reward_error,
     }
 
 
@@ -201,7 +249,8 @@ def _said(result: Mapping[str, Any]) -> str:
         return f"result that cannot be read: {_plain(result['unreadable'])}"
     leaves = f" in {result['leaves']} leaves" if result["leaves"] > 1 else ""
     reward = "no reward" if result["reward"] is None else f"reward {json.dumps(result['reward'])}"
-    return (f"{result['status']} ({result['stop_reason']}), {_plain(reward)}, "
+    because = f" ({_plain(result['reward_error'])})" if result["reward_error"] else ""
+    return (f"{result['status']} ({result['stop_reason']}), {_plain(reward)}{because}, "
             f"{result['sampled_tokens']} tokens{leaves}")  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -30,14 +31,19 @@ def print_rows(title: str, rows: Mapping[str, Any]) -> None:
             print(f"  {name:<{width}}  {value}")
 
 
-def _print_rich(title: str, rows: Mapping[str, Any], width: int) -> bool:
+def in_colour() -> bool:
+    """Return whether colours help: a terminal, no NO_COLOR, and rich is installed."""
     if os.environ.get("NO_COLOR") or not (sys.stdout and sys.stdout.isatty()):
         return False
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
+    return find_spec("rich") is not None
+
+
+def _print_rich(title: str, rows: Mapping[str, Any], width: int) -> bool:
+    if not in_colour():
         return False
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(highlight=False)
     console.print(Text(title, style="bold"))
     for name, value in rows.items():
