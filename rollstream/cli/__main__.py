@@ -11,15 +11,35 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from rollstream import __version__
-from rollstream.cli.dump import add_dump, dump
+from rollstream.cli.dump import add_dump
 from rollstream.cli.exits import EXPLAINED, INTERRUPTED, PROBLEM, USAGE, CommandError
-from rollstream.urls import scrub
 from rollstream.cli.show_options import add_show_options
+from rollstream.urls import scrub
 
-APPS = ("worker", "producer")
+APPS = ("worker", "producer", "exporter")
+COMMANDS = {
+    "top": "rollstream.cli.top.top:top",
+    "stats": "rollstream.cli.inspect:stats",
+    "audit": "rollstream.cli.inspect:audit",
+    "runs": "rollstream.cli.inspect:runs",
+    "show": "rollstream.cli.show:show",
+    "dump": "rollstream.cli.dump:dump",
+    "doctor": "rollstream.cli.doctor:doctor",
+    "engines": "rollstream.cli.engines:engines",
+    "drain": "rollstream.cli.drain:drain",
+    "pause": "rollstream.cli.control:pause",
+    "resume": "rollstream.cli.control:resume",
+    "abort": "rollstream.cli.control:abort",
+    "withdraw": "rollstream.cli.control:withdraw",
+    "requeue": "rollstream.cli.control:requeue",
+    "set": "rollstream.cli.control:set_value",
+}
+"""Command → the function that is called with its arguments; imported when it is."""
+REDIS_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,24 +93,8 @@ def _dispatch(argv: list[str]) -> int:
         parser.error("--yes and --force belong to runs --remove NAME")
     if args.command == "doctor" and args.engine and args.logprobs is None:
         parser.error("--engine belongs to doctor --logprobs N")
-    if args.command == "show":
-        from rollstream.cli.show import show
-
-        return show(args)
-    if args.command == "doctor":
-        from rollstream.cli.doctor import doctor
-
-        return doctor(args)
-    if args.command == "dump":
-        return dump(args)
-    if args.command == "engines":
-        from rollstream.cli.engines import engines
-
-        return engines(args)
-    from rollstream.cli.control import COMMANDS as CONTROL
-    from rollstream.cli.inspect import COMMANDS
-
-    return (COMMANDS | CONTROL)[args.command](args)
+    module, _, function = COMMANDS[args.command].partition(":")
+    return int(getattr(import_module(module), function)(args))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -105,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     server, run = _server_options(), _run_options()
 
+    _add_top(commands, [server, run])
     audit = commands.add_parser(
         "audit", parents=[server, run], help="prove that enqueued = acked + dropped + live"
     )
@@ -121,12 +126,12 @@ def make_parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--last", metavar="N", type=_count, default=20, help="how many drops (default 20)"
     )
+    add_show_options(shown)
     doctor = commands.add_parser(
         "doctor", parents=[server, run], help="is everything fit for a run? what to do where not"
     )
     doctor.add_argument(
         "--config", metavar="FILE", help="also what this rollstream.toml names: engines, rq.url"
-    add_show_options(shown)
     )
     doctor.add_argument(
         "--logprobs",
@@ -144,11 +149,41 @@ def make_parser() -> argparse.ArgumentParser:
         "--force", action="store_true", help="also where a producer or worker is alive"
     )
     _add_control(commands, [server, run])
+    _add_drain(commands, run)
     add_dump(commands, [server, run], _count, _seconds)
     for app in APPS:
-        commands.add_parser(app, add_help=False, help=f"start a {app}: rollstream {app} --help")
+        commands.add_parser(app, add_help=False, help=f"start the {app}: rollstream {app} --help")
     commands.add_parser("config", add_help=False, help="config show: every effective value")
     return parser
+
+
+def _add_top(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    watched = commands.add_parser(
+        "top", parents=parents, help="what a run does now, and what holds it up"
+    )
+    watched.add_argument(
+        "--interval-s",
+        metavar="SECONDS",
+        type=_seconds,
+        default=2.0,
+        help="between two looks (default 2)",
+    )
+    times = watched.add_mutually_exclusive_group()
+    times.add_argument("--once", action="store_true", help="one look, as --count 1")
+    times.add_argument("--count", metavar="N", type=_count, help="so many looks, then end")
+
+
+def _add_drain(commands: Any, run: argparse.ArgumentParser) -> None:
+    waits = _server_options(600.0, "longest wait for what lives to end")
+    drained = commands.add_parser(
+        "drain",
+        parents=[waits, run],
+        help="take no new prompts, and wait until what lives has ended; resume undoes it",
+    )
+    drained.add_argument(
+        "--trained", action="store_true", help="wait for the trainer's last ack, too"
+    )
+    drained.set_defaults(redis_timeout_s=REDIS_S)
 
 
 def _add_control(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
@@ -174,7 +209,7 @@ def _add_control(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     named.add_argument(
         "--unset", action="store_true", help="every worker has its own engine.urls again"
     )
-    commands.add_parser("resume", parents=parents, help="end a pause")
+    commands.add_parser("resume", parents=parents, help="end a pause, and a drain")
     aborted = commands.add_parser("abort", parents=parents, help="end a run, drop what is live")
     aborted.add_argument("--reason", metavar="TEXT", default="", help="what trainers are told")
     aborted.add_argument("--yes", action="store_true", help="do not ask")
@@ -191,7 +226,9 @@ def _add_control(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     changed.add_argument("value", metavar="VALUE")
 
 
-def _server_options() -> argparse.ArgumentParser:
+def _server_options(
+    wait_s: float = REDIS_S, waits_for: str = "longest wait for Redis"
+) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
         "--redis",
@@ -202,7 +239,11 @@ def _server_options() -> argparse.ArgumentParser:
     options.add_argument("--ca", metavar="FILE", help="CA certificate for rediss://")
     options.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options.add_argument(
-        "--timeout-s", type=_seconds, default=5.0, help="longest wait for Redis (default 5)"
+        "--timeout-s",
+        metavar="SECONDS",
+        type=_seconds,
+        default=wait_s,
+        help=f"{waits_for} (default {wait_s:g})",
     )
     return options
 

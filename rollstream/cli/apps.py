@@ -1,4 +1,4 @@
-"""Starts `worker` and `producer` by name, in this process.
+"""Starts `worker`, `producer` and `exporter` by name, in this process.
 
 Owns where an app lives: inside the wheel (`rollstream.apps.worker`), or beside this package in a
 checkout (`worker`). Never imports one: runpy does, as `python -m` would. Invariant: a top-level
@@ -14,6 +14,9 @@ from pathlib import Path
 
 import rollstream
 from rollstream.cli.exits import USAGE, CommandError
+
+_INSIDE = {"exporter": "worker.exporter"}
+"""Apps that live inside the package of another."""
 
 
 def run_app(name: str, argv: list[str]) -> int:
@@ -46,16 +49,18 @@ def find_app(name: str) -> str:
     Raises:
         CommandError: there is none.
     """
-    installed = f"rollstream.apps.{name}"
+    module = _INSIDE.get(name, name)
+    package = module.partition(".")[0]
+    installed = f"rollstream.apps.{module}"
     try:
         if find_spec(installed) is not None:
             return installed
     except ModuleNotFoundError:
         pass
-    spec = find_spec(name)
-    beside = Path(rollstream.__file__).resolve().parent.parent / name / "__init__.py"
+    spec = find_spec(package)
+    beside = Path(rollstream.__file__).resolve().parent.parent / package / "__init__.py"
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == beside:
-        return name
+        return module
     raise CommandError(
         f"there is no {name} here: install the wheel (pip install 'rollstream[service]'), or run "
         "from a checkout",

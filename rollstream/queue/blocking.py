@@ -29,6 +29,7 @@ from rollstream.queue.connection import (
 )
 from rollstream.queue.fetch import Trip, Trips
 from rollstream.queue.keys import prefix, probe_of
+from rollstream.queue.overview import Overview, overview
 from rollstream.queue.reads import (
     Command,
     Confirmation,
@@ -161,6 +162,10 @@ class BlockingQueue:
     def confirmations(self) -> list[Confirmation]:
         """Return what every present worker confirmed, and when each was seen last."""
         return self._read(reads.confirmations(self.prefix))
+
+    def overview(self) -> Overview | None:
+        """Return everything that is measured of the run, in one round trip; None without one."""
+        return self._make(overview(self.prefix, self.run))
 
     def past(self, count: int = 1000) -> list[dict[str, Any]]:
         """Return the last drops, newest first."""

@@ -27,6 +27,7 @@ from rollstream.queue.connection import (
 )
 from rollstream.queue.fetch import Trip, Trips
 from rollstream.queue.keys import prefix, probe_of
+from rollstream.queue.overview import Overview, overview
 from rollstream.queue.reads import (
     Command,
     Confirmation,
@@ -132,6 +133,10 @@ class Queue:
     async def confirmations(self) -> list[Confirmation]:
         """Return what every present worker confirmed, and when each was seen last."""
         return await self._read(reads.confirmations(self.prefix))
+
+    async def overview(self) -> Overview | None:
+        """Return everything that is measured of the run, in one round trip; None without one."""
+        return await self._make(overview(self.prefix, self.run))
 
     async def past(self, count: int = 1000) -> list[dict[str, Any]]:
         """Return the last drops, newest first."""

@@ -1,8 +1,8 @@
-"""The worker's HTTP face: `/metrics`, `/healthz`, `/readyz`.
+"""The HTTP face of a worker and of the exporter: `/metrics`, `/healthz`, `/readyz`.
 
 Owns the listening socket. Never decides health: it asks the two functions it was given.
 Invariant: `/healthz` speaks of this process alone (alive, loop lag), `/readyz` of what it needs
-(Redis and one engine), so an engine outage never makes an orchestrator restart workers.
+(Redis and one engine, or the run), so an engine outage never makes an orchestrator restart workers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from aiohttp import web
 
 from ..bounded import in_thread
-from .metrics import Metrics
 
 PORTS_TRIED = 64
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -22,10 +22,18 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Checks = Callable[[], Awaitable[dict[str, bool]]]
 
 
-class TelemetryServer:
-    """Serves one worker's telemetry."""
+class Rendered(Protocol):
+    """What is served: safe to ask in a thread, while somebody counts."""
 
-    def __init__(self, metrics: Metrics, *, lag_s: Callable[[], float], ready: Checks) -> None:
+    def render(self) -> bytes:
+        """Return the exposition text."""
+        ...
+
+
+class TelemetryServer:
+    """Serves one process's telemetry."""
+
+    def __init__(self, metrics: Rendered, *, lag_s: Callable[[], float], ready: Checks) -> None:
         self._metrics, self._lag_s, self._ready = metrics, lag_s, ready
         self._runner: web.AppRunner | None = None
         self.port = 0

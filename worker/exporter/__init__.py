@@ -1,0 +1,1 @@
+"""The exporter: one service that measures a run as a whole, from its state in Redis."""
