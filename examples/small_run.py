@@ -44,6 +44,7 @@ class SmallRun:
         groups: prompts.
         n: samples of each.
         verifier: start one beside the worker.
+        engine: further options of the simulated engine.
     """
 
     name: str
@@ -52,6 +53,7 @@ class SmallRun:
     groups: int
     n: int
     verifier: bool = False
+    engine: tuple[str, ...] = ()
 
 
 def play(run: SmallRun, show: Callable[[FinishedGroup], None]) -> int:
@@ -62,7 +64,7 @@ def play(run: SmallRun, show: Callable[[FinishedGroup], None]) -> int:
     if not VOCABULARY.exists():
         print(f"examples.{run.name}: there is no vocabulary; run make setup", file=sys.stderr)
         return EXIT_WRONG
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on_sigterm()
     try:
         with tempfile.TemporaryDirectory(prefix="rollstream-example-") as folder:
             return _play(run, show, Path(folder))
@@ -86,7 +88,7 @@ def _play(run: SmallRun, show: Callable[[FinishedGroup], None], folder: Path) ->
     seen = 0
     with (
         DevServer(aof=True) as redis,
-        _stack(run, redis.url, folder),
+        stack(run, redis.url, folder),
         GroupStream.connect(
             redis.url, run=run.name, connect_timeout_s=READY_S, text=True
         ) as stream,
@@ -106,7 +108,7 @@ def _play(run: SmallRun, show: Callable[[FinishedGroup], None], folder: Path) ->
 
 
 @contextlib.contextmanager
-def _stack(run: SmallRun, redis_url: str, folder: Path) -> Iterator[None]:
+def stack(run: SmallRun, redis_url: str, folder: Path) -> Iterator[None]:
     """Start everything beside the trainer."""
     engine, metrics = free_port(), free_port()
     config = folder / "rollstream.toml"
@@ -124,16 +126,18 @@ def _stack(run: SmallRun, redis_url: str, folder: Path) -> Iterator[None]:
     told = ("--config", str(config))
     sim = child(
         "worker.engines.sim", "--port", str(engine), "--tokenizer", str(VOCABULARY),
-        "--answers", run.answers, "--latency-median-s", "0.05",
+        "--answers", run.answers, "--latency-median-s", "0.05", *run.engine,
         ready_url=f"http://127.0.0.1:{engine}/model_info",
     )  # fmt: skip
     worker = child("worker", *told, ready_url=f"http://127.0.0.1:{metrics}/readyz")
     others = [child("worker.isolation.verifier", *told)] if run.verifier else []
     children = [sim, *others, child("producer", *told), worker]
     try:
-        for one in children:
+        sim.start()
+        sim.wait_ready(READY_S)  # a worker asks a few seconds for its engine, then gives up
+        for one in children[1:]:
             one.start()
-        for one in children:
+        for one in children[1:]:
             one.wait_ready(READY_S)
         yield
     finally:
@@ -154,6 +158,11 @@ def _tables(
         "telemetry": {"metrics_host": "127.0.0.1", "metrics_port": metrics},
     }
     return common | {table: {**common.get(table, {}), **v} for table, v in run.tables.items()}
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM what Ctrl-C is, so that every process is ended."""
+    signal.signal(signal.SIGTERM, _interrupt)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -103,17 +103,26 @@ BUDGETS: dict[str, Budget | Choice] = {
 # --- the run -------------------------------------------------------------------------------------
 def pause(args: argparse.Namespace) -> int:
     """Lease nothing more and make no call until `resume`, or until the deadline."""
-    return _change(args, lambda queue: queue.call(calls.pause(args.mode, args.deadline)))
+    return _change(args, lambda queue, _: queue.call(calls.pause(args.mode, args.deadline)))
 
 
 def resume(args: argparse.Namespace) -> int:
-    """End a pause."""
-    return _change(args, lambda queue: queue.call(calls.resume()))
+    """End a drain and a pause; a pause that a trainer holds while it is drained stays its own."""
+    return _change(args, _resume)
 
 
-def _change(args: argparse.Namespace, act: Callable[[BlockingQueue], ControlAnswer]) -> int:
+def _resume(queue: BlockingQueue, info: RunInfo) -> ControlAnswer:
+    opened = queue.call(calls.drain(on=False))
+    if info.draining and info.pause_by:
+        return opened  # in an update of weights, which the trainer ends
+    return queue.call(calls.resume())
+
+
+def _change(
+    args: argparse.Namespace, act: Callable[[BlockingQueue, RunInfo], ControlAnswer]
+) -> int:
     with the_run(args) as (queue, info):
-        answer = act(queue)
+        answer = act(queue, info)
     if answer.state not in _LIVE:
         raise CommandError(f"run {queue.run!r} is {_state(info, answer.state)}", PROBLEM)
     if args.json:
@@ -243,13 +252,3 @@ def _full_name(key: str) -> str:
     raise CommandError(
         f"{key!r} cannot be set in a running run; {hint}there are {', '.join(BUDGETS)}", USAGE
     )
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "pause": pause,
-    "resume": resume,
-    "abort": abort,
-    "withdraw": withdraw,
-    "requeue": requeue,
-    "set": set_value,
-}

@@ -7,7 +7,7 @@ text for people say the same; what a worker wrote is shown without its control c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
@@ -102,6 +102,3 @@ def _said(row: Mapping[str, Any], info: RunInfo) -> str:
         word = f"heard of {row['control_seq']} of {info.control_seq} control words"
     seen = f"seen {row['age_s']:.1f} s ago" + ("" if row["live"] else ", more than a lease")
     return f"{word}, {row['in_flight']} calls in flight, {seen}"
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"engines": engines}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -158,10 +158,3 @@ def _row_of(queue: BlockingQueue) -> list[dict[str, Any]]:
         return []
     return [{"run": queue.run, "state": info.state, "live": live, "version": info.version,
              "done": info.done}]  # fmt: skip
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "audit": audit,
-    "stats": stats,
-    "runs": runs,
-}

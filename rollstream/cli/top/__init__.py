@@ -1,0 +1,1 @@
+"""`rollstream top`: what a run does now, and what holds it up."""
