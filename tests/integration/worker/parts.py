@@ -116,18 +116,23 @@ class Parts:
         render: Any = None,
         rule: EnvRule = EnvRule(),  # noqa: B008 - frozen
         group_reward: GroupReward | None = None,
+        engine: Any = None,
+        renderer: Any = None,
+        tools: Any = None,
     ) -> None:
         self.queue, self.link, self.view, self.engines = queue, Link(), RunView(), Engines()
         self.metrics = Metrics(version="0", wire=1, envs=["default"])
         self.name = new_incarnation()
-        env = an_env(generate, scorer=scorer)
+        env = an_env(generate, scorer=scorer, tools=tools or {})
         book = a_book(env) if render is None else a_book(env, render)
         self.shift = Shift(
             queue,
             self.link,
             self.view,
             name=self.name,
-            rollout=a_rollout(book, version=lambda: self.view.version),
+            rollout=a_rollout(
+                book, version=lambda: self.view.version, engine=engine, renderer=renderer
+            ),
             book=book,
             health=self.engines,
             limits=ShiftLimits(

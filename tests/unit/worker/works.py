@@ -54,11 +54,16 @@ def a_book(env: EnvRuntime, render: Callable[..., Any] = lambda *_: PROMPT, **kw
     return GroupBook(run="test", envs={env.name: env}, render=render, **kw)
 
 
-def a_rollout(book: GroupBook, *, version: Callable[[], int] = lambda: 0) -> Rollout:
-    """Return a rollout whose generate functions ask no engine."""
-    nothing: Any = None
+def a_rollout(
+    book: GroupBook,
+    *,
+    version: Callable[[], int] = lambda: 0,
+    engine: Any = None,
+    renderer: Any = None,
+) -> Rollout:
+    """Return a rollout; without an engine its generate functions ask none."""
     return Rollout(
-        engine=nothing, renderer=nothing, book=book, finish=finish, version=version, run_seed=7
+        engine=engine, renderer=renderer, book=book, finish=finish, version=version, run_seed=7
     )
 
 
