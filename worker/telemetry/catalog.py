@@ -182,7 +182,9 @@ _TRAJECTORIES = (
         env=ENV, outcome=(READY, DROPPED),
     ),
     _spec(
-        "counter", "identical_groups_total", "Groups whose members all sampled the same tokens",
+        "counter", "identical_groups_total",
+        "Groups that one worker ran whole and whose members all sampled the same tokens, above a "
+        "temperature of 0: seeds that do not differ, or an engine that ignores them",
         env=ENV,
     ),
     _spec("counter", "turns_total", "Engine calls of ended trajectories", env=ENV),
@@ -215,7 +217,9 @@ _TRAJECTORIES = (
         "Trajectories of evaluations that ended, which count nowhere else", status=STATUSES,
     ),
     _spec(
-        "counter", "parked_samples_total", "Samples that were stopped half-way with what they had"
+        "counter", "parked_samples_total",
+        "Samples that were stopped half-way with what they had; their tokens and turns count once, "
+        "where they end",
     ),
     _spec("counter", "resumed_samples_total", "Samples that went on from what was parked"),
     _spec(
