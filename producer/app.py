@@ -20,7 +20,7 @@ import structlog
 from rollstream.config import Loaded
 from rollstream.errors import RunMismatch
 from rollstream.heartbeat import Heartbeat
-from rollstream.logs import configure
+from rollstream.logs import bind_process, configure
 from rollstream.queue.queue import Queue
 from rollstream.runs import problems_of
 from rollstream.settings import Settings
@@ -61,7 +61,7 @@ def run(loaded: Loaded, *, fresh: bool = False, force: bool = False) -> int:
         if settings.producer.progress and sys.stderr.isatty():
             drawn = stack.enter_context(bar(supply.order.total))
         configure(settings.telemetry.log_format, settings.telemetry.log_level)
-        structlog.contextvars.bind_contextvars(run=settings.run.name)
+        bind_process(run=settings.run.name)
         supply.check()
         if fresh:
             begin_fresh(settings, force=force)

@@ -130,7 +130,9 @@ class Supply:
         self._counted.add(group_index)
         self.skipped[kind] += 1
         if self.skipped[kind] <= SHOWN_BAD_ROWS:
-            log.warning("row_skipped", kind=kind, where=where, reason=reason, group=group_index)
+            log.warning(
+                "row_skipped", kind=kind, where=where, reason=reason, group_index=group_index
+            )
 
 
 class TokenLimit:

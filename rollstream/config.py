@@ -37,6 +37,7 @@ from rollstream.config_keys import (
     plain,
 )
 from rollstream.errors import ConfigError, RollstreamError, RunMismatch
+from rollstream.log_sink import hold_standard_descriptors, say
 from rollstream.masking import mask
 from rollstream.settings import Settings
 from rollstream.urls import scrub
@@ -364,8 +365,7 @@ def run_app(
     Returns:
         What `sys.exit` is to be given; `rollstream.config_help.EXIT_CODES` documents it.
     """
-    if sys.stderr is None:  # closed by whoever started us; logs and errors go nowhere then
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the process
+    hold_standard_descriptors()
     try:
         return main(load_settings(sys.argv[1:] if argv is None else argv, prog=prog)) or 0
     except KeyboardInterrupt:
@@ -378,9 +378,8 @@ def run_app(
             if logging.getLogger().handlers:
                 log.error("unexpected_error", exc_info=cause)
             message = f"unexpected {type(cause).__name__}{_where(cause)}: {message}"
-        sys.stderr.write(
-            f"{prog}: error: {_shortened(scrub(' '.join(message.split())), MAX_LINE)}\n"
-        )
+        # Never waited for, and never another error: that would hide the exit code.
+        say(f"{prog}: error: {_shortened(scrub(' '.join(message.split())), MAX_LINE)}")
         return code
 
 

@@ -24,6 +24,7 @@ import structlog
 
 from rollstream.errors import DropReason
 from rollstream.link import Link
+from rollstream.logs import group_id
 from rollstream.queue import calls
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.queue import Queue
@@ -150,7 +151,11 @@ class Aggregator:
             (entry,) = entries
             if entry.message_id in self._in_hand:  # we were frozen for longer than the idle time
                 continue
-            log.info("group_taken_over", group=entry.group_index, deliveries=entry.deliveries)
+            log.info(
+                "group_taken_over",
+                group_index=group_id(entry.group_index),
+                deliveries=entry.deliveries,
+            )
             self._in_hand.add(entry.message_id)  # kept while it waits for its turn, too
             is_suspect = self._judging.runs_user_code and entry.deliveries >= TRIES
             if is_suspect:

@@ -24,6 +24,7 @@ from rollstream.group import (
     mask_truncated,
 )
 from rollstream.link import Link
+from rollstream.logs import group_id
 from rollstream.queue.queue import Queue
 from rollstream.queue.reads import StoredGroup, StreamEntry
 from rollstream.sample import Reward, Sample
@@ -128,7 +129,7 @@ class Judging:
 
 
 def _broken(entry: StreamEntry, env: str, error: str) -> Judgement:
-    log.error("filter_error", group_index=entry.group_index, error=error)
+    log.error("filter_error", group_index=group_id(entry.group_index), error=error)
     return Judgement(env, Verdict(DropReason.FILTER_ERROR, error))
 
 

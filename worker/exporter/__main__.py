@@ -12,12 +12,13 @@ from rollstream.config import Loaded, run_app
 
 def main(loaded: Loaded) -> None:
     """Measure until SIGTERM."""
-    from rollstream.logs import configure
+    from rollstream.logs import bind_process, configure
 
     from .app import run
 
     settings = loaded.settings
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
+    bind_process(run=settings.run.name)
     run(settings)
 
 

@@ -227,7 +227,7 @@ class Agents:
         log.warning(
             "agent_failed",
             agent=agent.path,
-            group=given.sample.group_index,
+            group_index=given.sample.group_index,
             member=given.sample.member,
             reason=outcome.reason,
             error=outcome.error,

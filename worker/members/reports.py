@@ -20,6 +20,7 @@ import structlog
 from rollstream.errors import STATUS_OF, MemberReason, Report, Status, StopReason, WireError
 from rollstream.group import Trajectory
 from rollstream.link import Link
+from rollstream.logs import group_id
 from rollstream.queue import calls
 from rollstream.queue.queue import Queue
 from rollstream.sample import Sample
@@ -231,7 +232,7 @@ class Reporter:
             self._metrics.group_alike(env)
             if not self._said_alike:
                 self._said_alike = True
-                log.warning("members_sampled_the_same", group=work.group.key)
+                log.warning("members_sampled_the_same", group_index=group_id(work.group.key))
 
     def _note_outcome(self, work: Work, ending: Ending, has_calls: bool) -> None:
         """Count what an ending says of its environment; nothing where it says nothing."""

@@ -20,6 +20,7 @@ import structlog
 
 from rollstream.errors import Report, StopReason
 from rollstream.link import Link
+from rollstream.logs import group_id
 from rollstream.queue import calls
 from rollstream.queue.answers import LeasedGroup, LeasedMember
 from rollstream.queue.keys import MAX_LEASE
@@ -210,11 +211,13 @@ class Shift:
             await self._wait(self._stopping, CLOSE_LOOK_S)
             if self._health.healthy():
                 return
-        self._say("no_engine", "no healthy engine: nothing is leased")
+        if self._is_new("no_engine"):
+            log.warning("no_engine", message="no healthy engine: nothing is leased")
 
     async def _idle(self, state: str) -> None:
         if state == LOST:
-            self._say("run_lost", "Redis does not know the run (any more): waiting for `open`")
+            if self._is_new("run_lost"):
+                log.warning("run_lost", message="Redis does not know the run: waiting for `open`")
             self.cancel_all(Cause.LOST)
         if state == PAUSED:
             # The word is on its way here too: then the gate shuts, and opens with the pause's end.
@@ -252,6 +255,10 @@ class Shift:
     async def _run(self, work: Work) -> None:
         """Run one member to its end; the task's own runner, so nothing but cancellation leaves."""
         work.started = True
+        lease = work.lease
+        structlog.contextvars.bind_contextvars(
+            group_index=group_id(lease.group_index), member=lease.member
+        )
         try:
             ending = await self._rollout.run(work)
             if work.cause in (Cause.LOST, Cause.RUN_ENDED, Cause.DEADLINE):
@@ -402,11 +409,10 @@ class Shift:
             async with asyncio.timeout(seconds):
                 await wait
 
-    def _say(self, event: str, message: str) -> None:
-        """Say something once until it changes."""
-        if self._said != event:
-            self._said = event
-            log.warning(event, message=message)
+    def _is_new(self, event: str) -> bool:
+        """Return whether this was not said last: things are said once until they change."""
+        before, self._said = self._said, event
+        return event != before
 
 
 _CANCELLED_ITSELF = Ending(

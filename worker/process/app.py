@@ -21,6 +21,7 @@ import structlog
 import rollstream
 from rollstream.errors import RunFailed, Withheld
 from rollstream.link import OUTAGE, Link
+from rollstream.logs import bind_process
 from rollstream.queue.queue import Queue
 from rollstream.runs import problems_of
 from rollstream.settings import Settings
@@ -118,6 +119,7 @@ class Worker:
             RunFailed: the run was ended as failed.
             Stalled: user functions used up this process; another one in its place can go on.
         """
+        bind_process(run=self._settings.run.name, incarnation=self.incarnation)
         async with self._closing:
             self._watch_signals()
             try:
@@ -339,8 +341,6 @@ class Worker:
             log.info("metrics_port_taken", asked=table.metrics_port, port=port)
         log.info(
             "worker_ready",
-            incarnation=self.incarnation,
-            run=self._settings.run.name,
             role=self.role.value,
             metrics_port=port,
             slots=self._settings.worker.concurrency,

@@ -27,10 +27,11 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import structlog
 
+from rollstream import log_sink
 from rollstream.config import EXIT_STALLED
 from rollstream.errors import RollstreamError
 
@@ -129,7 +130,8 @@ class Watchdog:
                 continue
             if stood_s >= self._lease_s() and not said:
                 said = True
-                _speak(functools.partial(self._say, "event_loop_blocked", stood_s))
+                where = self._where(stood_s)
+                _speak(functools.partial(log.error, "event_loop_blocked", **where))
             if stood_s >= self._stall_s() and not self._is_debugged():
                 self._finish(stood_s)
                 return
@@ -145,23 +147,23 @@ class Watchdog:
         """Say where it stands, and end the process."""
 
         def last_words() -> None:
-            self._say("event_loop_stalled", stood_s, exit_code=EXIT_STALLED)
+            log.error("event_loop_stalled", **self._where(stood_s), exit_code=EXIT_STALLED)
+            log_sink.flush()  # the process ends without
             faulthandler.dump_traceback(self._out(), all_threads=True)
 
         _speak(last_words)
         self._end(EXIT_STALLED)
 
-    def _say(self, event: str, stood_s: float, **more: object) -> None:
+    def _where(self, stood_s: float) -> dict[str, Any]:
+        """Return what both events say of the place at which the loop stands."""
         held = self._held()
-        log.error(
-            event,
-            stood_s=round(stood_s, 1),
-            task=self._task(),
-            at=[f"{f.filename}:{f.lineno} {f.name}" for f in self._stack()],
-            held=held[:MAX_FRAMES],
-            num_held=len(held),
-            **more,
-        )
+        return {
+            "stood_s": round(stood_s, 1),
+            "task": self._task(),
+            "at": [f"{f.filename}:{f.lineno} {f.name}" for f in self._stack()],
+            "held": held[:MAX_FRAMES],
+            "num_held": len(held),
+        }
 
     def _task(self) -> str:
         """Return the name of the task that holds the loop: of a sample its lease id."""
