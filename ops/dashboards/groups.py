@@ -158,6 +158,6 @@ BOARD = Board(
     "rollstream-groups",
     "Groups and filters",
     "What becomes of groups, and what do rewards and filters make of them?",
-    {"Ends": _ENDS, "Rewards": _REWARDS, "Members": _MEMBERS, "Queue": _QUEUE},
+    {"Ends": _ENDS, "What rewards say": _REWARDS, "Members": _MEMBERS, "Queue": _QUEUE},
     (Variable("env", "Environment", "label_values(rollout_groups_total, env)"),),
 )

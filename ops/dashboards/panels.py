@@ -21,10 +21,10 @@ NO_DATA = "no traffic"
 COLUMNS = 24
 _ASIDE = re.compile(
     r'"[^"]*"|\{[^}]*\}|\[[^\]]*\]|\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)'
-    r"|\b\d[\w.]*"
+    r"|\b\d[\w.]*|#.*"
 )
 """What of an expression names no metric: label values, matchers, windows, lists of labels,
-numbers."""
+numbers, comments."""
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(?!\s*\(|[a-zA-Z0-9_:])")
 _WORDS = {"and", "or", "unless", "bool", "offset", "by", "without", "on", "ignoring"}
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -126,14 +126,14 @@ def _datasource() -> Json:
     return {
         "name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus",
         "hide": 0, "includeAll": False, "multi": False, "options": [], "refresh": 1, "regex": "",
-        "skipUrlSync": False, "current": {},
+        "skipUrlSync": False,
     }  # fmt: skip
 
 
 def _variable(variable: Variable) -> Json:
     return {
         "name": variable.name, "label": variable.label, "type": "query",
-        "datasource": _DATASOURCE, "definition": variable.values,
+        "datasource": _DATASOURCE,
         "query": {"query": variable.values, "refId": "values"},
         "hide": 0, "includeAll": True, "allValue": ".*", "multi": True, "options": [],
         "refresh": 2, "regex": "", "sort": 1, "skipUrlSync": False,

@@ -145,6 +145,6 @@ BOARD = Board(
     "rollstream-workers",
     "Workers",
     "Which worker is different from the others, and what holds it?",
-    {"Fleet": _FLEET, "Event loop": _LOOP, "Leases": _LEASES, "Agents": _AGENTS},
+    {"Fleet": _FLEET, "Event loop": _LOOP, "Leases and beats": _LEASES, "Agents": _AGENTS},
     (Variable("instance", "Worker", 'label_values(up{job="rollstream-worker"}, instance)'),),
 )
