@@ -24,6 +24,7 @@ from rollstream.updates import confirmed
 SLOW_TOKENS_PER_S = 15.0
 """Of one sample, as fast as people read. Below it an engine is slow, or has too many calls."""
 MOST = 0.5
+MANY = 0.8
 FEW_ENDED = 4
 """Groups that have to end in the window before their reasons are judged."""
 STALE_SHARE = 0.3
@@ -186,11 +187,6 @@ def _prompts(window: Window) -> Diagnosis | None:
         return Diagnosis(Cause.PRODUCER_OUT_OF_PROMPTS,
                          f"no producer is alive; {last.live} of {last.capacity} groups are live",
                          "start it: rollstream producer")  # fmt: skip
-    if len(window.looks) >= SOME_LOOKS and window.most("live") <= 0.8 * last.capacity:
-        return Diagnosis(Cause.PRODUCER_OUT_OF_PROMPTS,
-                         f"the producer keeps only {last.live} of {last.capacity} groups live and "
-                         "none waits",
-                         "its source or Redis is slow: look at the producer's log")  # fmt: skip
     return None
 
 
@@ -272,6 +268,18 @@ def _filters(window: Window) -> Diagnosis | None:
 
 
 # --- where rollouts spend their time -------------------------------------------------------------
+def _source(window: Window) -> Diagnosis | None:
+    last = window.last
+    if last.done or len(window.looks) < SOME_LOOKS or _is_served(window):
+        return None
+    if window.most("waiting") or window.most("live") > MANY * last.capacity:
+        return None
+    kept = f"{last.live} of {last.capacity} groups"
+    return Diagnosis(Cause.PRODUCER_OUT_OF_PROMPTS,
+                     f"the producer keeps {kept} live and none waits",
+                     "its source or Redis is slow: look at the producer's log")  # fmt: skip
+
+
 def _rollouts(window: Window) -> Diagnosis | None:
     """Say what the rollouts wait for, where somebody waits for the rollouts."""
     calls = window.call_share()
@@ -331,5 +339,5 @@ def _elsewhere(window: Window, calls: float) -> Diagnosis | None:
 
 RULES: tuple[Rule, ...] = (
     _over, _paused, _draining, _redis, _workers, _prompts, _engines, _stale, _trainer, _filters,
-    _rollouts,
+    _source, _rollouts,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollstream.cli.top.snapshot import Snapshot, Spans
@@ -39,9 +39,14 @@ MAX_TRIED = 16
 class Reader:
     """Takes snapshots of one run, and keeps what of its groups was read already."""
 
-    def __init__(self, queue: BlockingQueue, timeout_s: float) -> None:
+    def __init__(
+        self,
+        queue: BlockingQueue,
+        timeout_s: float,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         """Read the run of `queue`, which is connected and waits `timeout_s` for a reply."""
-        self._queue = queue
+        self._queue, self._sleep = queue, sleep
         self._block_s = min(1.0, timeout_s / 2)
         self._seen: Spans | None = None
 
@@ -106,7 +111,7 @@ class Reader:
                     break
         except OUTAGES:
             pass  # the next look says so
-        time.sleep(max(0.0, limit - time.monotonic()))
+        self._sleep(max(0.0, limit - time.monotonic()))
 
     def _next_ready(self, block_s: float) -> str:
         """Return the next group that gets ready, without taking it; empty where none does."""
