@@ -54,7 +54,7 @@ SECONDS_BUCKETS = (
 TOKEN_BUCKETS = tuple(64 * 4**power for power in range(7))
 TURN_BUCKETS = (1, 3, 10, 30, 100)
 STALENESS_BUCKETS = (0, 1, 2, 4, 8)
-DIFFERENCE_BUCKETS = (0.001, 0.01, 0.05, 0.3)
+DIFFERENCE_BUCKETS = (0.001, 0.05, 0.3)
 LAG_BUCKETS = (0.01, 0.05, 0.25, 1)
 
 ALL, DELIVERED = VIEWS = ("all", "delivered")
@@ -341,6 +341,10 @@ _PROCESS = (
     _spec(
         "counter", "telemetry_failures_total",
         "Figures that could not be counted; rollouts went on without",
+    ),
+    _spec(
+        "counter", "log_lines_dropped_total",
+        "Lines of the log that nobody took: a full disk, or a pipe that nobody reads",
     ),
 )  # fmt: skip
 WORKER = (*_TRAJECTORIES, *_OUTCOMES, *_ENGINES, *_PROCESS)

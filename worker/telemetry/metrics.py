@@ -13,6 +13,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
 
 from rollstream.errors import STATUS_OF, DropReason, Status, StopReason
+from rollstream.log_sink import lines_dropped
 from rollstream.sample import UNKNOWN_VERSION, Sample, Span
 
 from . import catalog
@@ -57,6 +58,7 @@ class Metrics:
         self.resumed_samples_total = counter("rollout_resumed_samples_total")
         self.resumes_exhausted_total = counter("rollout_resumes_exhausted_total")
         self._failures = counter("rollout_telemetry_failures_total")
+        self._lines_dropped = counter("rollout_log_lines_dropped_total")
 
     def _bind_counts(self) -> None:
         registry = self.registry
@@ -236,6 +238,7 @@ class Metrics:
             run(readings.flush)
         run(self.outcomes.flush)
         self._totals.follow(self._failures, self.guard.num_failures)
+        self._totals.follow(self._lines_dropped, lines_dropped())
 
     def _move(self) -> None:
         move(self._samples, self._sample_children)

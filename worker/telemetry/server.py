@@ -17,6 +17,7 @@ from aiohttp import web
 from ..bounded import in_thread
 
 PORTS_TRIED = 64
+SHUTDOWN_S = 0.5
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Checks = Callable[[], Awaitable[dict[str, bool]]]
@@ -48,7 +49,8 @@ class TelemetryServer:
         app.router.add_get("/metrics", self._serve_metrics)
         app.router.add_get("/healthz", self._serve_health)
         app.router.add_get("/readyz", self._serve_ready)
-        self._runner = web.AppRunner(app, access_log=None)
+        # A client that does not read its answer must not keep the process from ending.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         listener = listen(host, port)
         self.port = listener.getsockname()[1]

@@ -102,7 +102,7 @@ def test_every_series_of_the_fidelity_checks_is_there_before_anything_happened()
         assert f'rollout_rescored_samples_total{{outcome="{outcome}"}} 0.0' in text
     for outcome in ("checked", "unknown"):
         assert f'rollout_checked_calls_total{{outcome="{outcome}"}} 0.0' in text
-    for edge in ("0.001", "0.01", "0.05", "0.3", "+Inf"):
+    for edge in ("0.001", "0.05", "0.3", "+Inf"):
         assert f'rollout_logprob_difference_bucket{{le="{edge}"}} 0.0' in text
 
 
@@ -145,7 +145,7 @@ def test_log_prob_differences_fall_into_their_buckets() -> None:
     given = metrics()
     given.differences([0.0, 0.001, 0.02, 0.2, 7.0])
     text = text_of(given)
-    counts = {"0.001": 2, "0.01": 2, "0.05": 3, "0.3": 4, "+Inf": 5}
+    counts = {"0.001": 2, "0.05": 3, "0.3": 4, "+Inf": 5}
     for edge, count in counts.items():
         assert f'rollout_logprob_difference_bucket{{le="{edge}"}} {count}.0' in text
     assert "rollout_logprob_difference_sum 7.221" in text
