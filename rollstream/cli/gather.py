@@ -158,12 +158,13 @@ def _add_result(member: MemberFacts) -> None:
     member.error = member.error or (str(error) if error else "")
     member.rows |= {
         "stop reason": None if first.stop_reason is None else str(first.stop_reason),
-        "reward details": metadata.get("reward_details") or metadata.get("reward_error"),
-        "error boundary": metadata.get("error_boundary"),
+        "error detail": metadata.get("error_detail"),
         "generate function": first.generate_function_path,
         "attempts charged": first.attempts or member.rows.get("attempts charged", ""),
         "removed from training": "yes" if any(s.remove_sample for s in member.leaves) else "",
-        "tools, rewards, environments": f"{first.non_generation_time:.2f} s",
+        "tools, rewards, environments": f"{first.non_generation_time:.3g} s"
+        if first.non_generation_time
+        else "",
         "label": first.label,
     }
 

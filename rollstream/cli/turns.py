@@ -138,8 +138,13 @@ def _fill(
 ) -> tuple[str, str]:
     """Give every turn its texts; return where they come from, and what is left as a whole."""
     if decode is not None:
-        _decode(sample, turns, kept, decode)
-        return "decoded from the ids of the tokens", ""
+        whole = ""
+        if turns:
+            _decode(sample, turns, kept, decode)
+        else:  # nobody recorded which call sampled what
+            whole = decode(sample.tokens[sample.prompt_length :].tolist())
+        others = "; what stands between them: the messages that were kept" if kept else ""
+        return f"decoded from the ids of the tokens{others}", whole
     if kept:
         for turn, said in zip(turns, kept[1:], strict=True):
             turn.reply, turn.behind = said[0], said[1:]

@@ -21,7 +21,7 @@ from rollstream.sample import UNKNOWN_VERSION, Sample
 
 _OWN_METADATA = ("messages", "tool_calls")
 """Shown as turns already."""
-_MAX_FACT = 2000
+_MAX_FACT, _SHORT_FACT = 2000, 160
 _ROLES = ("system", "developer", "user", "assistant", "tool", "context")
 _KINDS = {"reasoning": "reasoning", "call": "tool call"}
 
@@ -59,18 +59,16 @@ def member_html(member: MemberFacts, decode: Decode | None, *, is_open: bool) ->
 def _sample_html(sample: Sample, name: str, decode: Decode | None) -> str:
     story = tell(sample, decode)
     runs = strip.runs_of(strip.kinds_of(sample))
-    parts = [timeline(sample.spans)]
+    parts = [timeline(sample.spans), _strip_html(sample, name, runs, story.turns)]
     parts.append(f'<p class="note">Text of the turns: {html(story.source)}.</p>')
     parts += [said_html(said) for said in story.before]
     parts += _turns_html(story, sample)
     if story.whole:
         parts.append(said_html(Said(ASSISTANT, story.whole), "the whole response"))
-    parts.append(_strip_html(sample, name, runs, story.turns))
     rest = {k: v for k, v in sample.metadata.items() if k not in _OWN_METADATA}
     for title, value in (("metadata", rest), ("sampling", sample.sampling)):
         if value:
-            parts.append(f"<details><summary>{title}</summary><pre>{html(plain(value, 2))}</pre>"
-                         "</details>")  # fmt: skip
+            parts.append(folded_html(title, plain(value, 2)))
     return "".join(parts)
 
 
@@ -166,14 +164,24 @@ def _strip_html(
 
 # --- small ---------------------------------------------------------------------------------------
 def facts_html(rows: Mapping[str, Any]) -> str:
-    """Return names and values; what is empty is left out."""
-    parts = []
+    """Return names and values, long ones folded; what is empty is left out."""
+    parts, folded = [], []
     for name, value in rows.items():
         if value in (None, "", {}, []):
             continue
-        shown = shortened(value if isinstance(value, str) else plain(value), _MAX_FACT)
-        parts.append(f"<div><dt>{html(name)}</dt><dd>{html(shown)}</dd></div>")
-    return f'<dl class="facts">{"".join(parts)}</dl>' if parts else ""
+        shown = value if isinstance(value, str) else plain(value)
+        if len(shown) <= _SHORT_FACT or isinstance(value, str):
+            shown = shortened(shown, _MAX_FACT)
+            parts.append(f"<div><dt>{html(name)}</dt><dd>{html(shown)}</dd></div>")
+        else:
+            folded.append(folded_html(name, plain(value, 2)))
+    grid = f'<dl class="facts">{"".join(parts)}</dl>' if parts else ""
+    return grid + "".join(folded)
+
+
+def folded_html(title: str, text: str) -> str:
+    """Return a text that is folded at first."""
+    return f"<details><summary>{html(title)}</summary><pre>{html(text)}</pre></details>"
 
 
 def badge(status: str) -> str:

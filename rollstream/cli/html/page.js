@@ -45,6 +45,16 @@
         if (start === 0) this.fill(piece);
         this.seen.observe(piece);
       }
+      this.begin();
+    }
+    // Prompts are long: the view begins shortly before the first sampled token.
+    begin() {
+      const call = this.held.calls[0];
+      if (!call || call[0] >= this.ids.length) return;
+      const piece = this.root.children[Math.floor(call[0] / PIECE)];
+      this.fill(piece);
+      const token = piece.children[call[0] % PIECE];
+      this.root.scrollTop = token.offsetTop - this.root.offsetTop - 90;
     }
     fill(piece) {
       if (piece.firstChild) return;
@@ -107,10 +117,16 @@
     button.addEventListener("click", () => openAll(open));
     buttons.append(button);
   }
-  // page.html#all opens everything, page.html#m3 opens member 3.
+  // page.html#all opens everything, #tokens the strips of open members, #m3 opens member 3.
   const follow = () => {
     const name = location.hash.slice(1);
     if (name === "all") openAll(true);
+    if (name === "tokens") {
+      for (const details of document.querySelectorAll(".member[open] [data-strip]")) {
+        details.open = true;
+        draw(details);
+      }
+    }
     const target = name ? document.getElementById(name) : null;
     const holder = target && target.closest("details");
     if (holder) { holder.open = true; target.scrollIntoView(); }

@@ -68,17 +68,22 @@ def where(spans: Sequence[Span]) -> str:
             sums[span.name] += span.duration_s  # type: ignore[assignment]  # seconds
             counts[span.name] += 1
     return " · ".join(
-        f"{name} {seconds:.2f} s" + (f" ({counts[name]})" if counts[name] > 1 else "")
+        f"{name} {told_s(seconds)}" + (f" ({counts[name]})" if counts[name] > 1 else "")
         for name, seconds in sums.most_common()
     )
+
+
+def told_s(seconds: float) -> str:
+    """Return a duration for people."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def _axis(whole: float, y: int) -> str:
     middle = (LEFT + WIDTH - RIGHT) / 2
     return (
         f'<text x="{LEFT}" y="{y}">0 s</text>'
-        f'<text x="{middle:.0f}" y="{y}" text-anchor="middle">{whole / 2:.2f} s</text>'
-        f'<text x="{WIDTH - RIGHT}" y="{y}" text-anchor="end">{whole:.2f} s</text>'
+        f'<text x="{middle:.0f}" y="{y}" text-anchor="middle">{told_s(whole / 2)}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="{y}" text-anchor="end">{told_s(whole)}</text>'
     )
 
 
@@ -86,7 +91,7 @@ def _told(span: Span, start: float) -> str:
     turn = f", turn {span.turn}" if span.turn >= 0 else ""
     outcome = "" if span.outcome == "ok" else f", {span.outcome}"
     begun = span.start_unix_s - start
-    return f"{span.name}{turn}: {span.duration_s:.3f} s, from {begun:.3f} s on{outcome}"
+    return f"{span.name}{turn}: {told_s(span.duration_s)}, from {told_s(begun)} on{outcome}"
 
 
 def _place(name: str) -> tuple[int, str]:
