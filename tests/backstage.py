@@ -47,12 +47,14 @@ class Backstage:
         self.queue.call(calls.present("producer", "p"))
         return self
 
-    def enqueue(self, *group_indexes: int, n: int = 2, timeout_ms: int = 0) -> list[str]:
+    def enqueue(
+        self, *group_indexes: int, n: int = 2, timeout_ms: int = 0, env: str = ""
+    ) -> list[str]:
         """Enqueue groups; their answers."""
         answers = []
         for group_index in group_indexes:
             prompt = encode_prompt(a_prompt(group_index, n, enqueued_unix_s=time.time()))
-            call = calls.enqueue(group_index, n, prompt, timeout_ms=timeout_ms)
+            call = calls.enqueue(group_index, n, prompt, timeout_ms=timeout_ms, env=env)
             answers.append(self.queue.call(call))
         return answers
 
@@ -97,9 +99,9 @@ class Backstage:
             self.complete(leases, make)
         self.judge(drop)
 
-    def finish(self, *group_indexes: int, n: int = 2, **how: Any) -> None:
+    def finish(self, *group_indexes: int, n: int = 2, env: str = "", **how: Any) -> None:
         """Enqueue groups and bring them to the trainer's door."""
-        answers = self.enqueue(*group_indexes, n=n)
+        answers = self.enqueue(*group_indexes, n=n, env=env)
         assert set(answers) <= {"new"}, answers
         self.work(**how)
 

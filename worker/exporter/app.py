@@ -45,7 +45,9 @@ class Exporter:
         self._settings, self._reader = settings, reader
         self.figures = Figures(version=__version__, wire=WIRE_VERSION, envs=settings.envs())
         self.server = TelemetryServer(self.figures, lag_s=lambda: self._lag_s, ready=self._ready)
-        self._link, self._jobs_link = Link("exporter"), Link("exporter.jobs")
+        self._link = Link("exporter")
+        # On the run's own server an outage of it is said already.
+        self._jobs_link = None if settings.rq.url is None else Link("exporter.jobs")
         self._lag_s = 0.0
         self._is_up = self._has_run = False
         self._said = ""
@@ -116,17 +118,19 @@ class Exporter:
 
     async def look_at_verifiers(self) -> None:
         """Ask RQ once and publish it; while it is away, what was seen last stands."""
-        if self._settings.rq.url is None and not self._is_up:
-            return  # the same server, which would be said to be away twice
+        if self._jobs_link is None and not self._is_up:
+            return
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 found = await self._reader.verifiers()
         except OUTAGE as error:
-            self._jobs_link.failed(error)
+            if self._jobs_link is not None:
+                self._jobs_link.failed(error)
         except Exception as error:  # noqa: BLE001 - keys that are not RQ's
             log.debug("verifiers_unreadable", error=str(error))
         else:
-            self._jobs_link.worked()
+            if self._jobs_link is not None:
+                self._jobs_link.worked()
             self.figures.verifiers(found.alive, found.waiting)
 
     async def _ready(self) -> dict[str, bool]:
