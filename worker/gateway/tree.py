@@ -114,6 +114,19 @@ def _num_same(one: bytes, other: bytes) -> int:
     return low
 
 
+def _names(echoed: Message, given: Message) -> bool:
+    """Return whether a message that came back names the calls of this reply, and not their like."""
+    calls = given.get("tool_calls")
+    return bool(calls) and _call_ids(echoed) == _call_ids(given)
+
+
+def _call_ids(message: Message) -> list[object]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return []
+    return [call.get("id") if isinstance(call, dict) else None for call in calls]
+
+
 def _text(message: Message) -> bytes:
     try:
         return msgspec.json.encode(message)
@@ -176,10 +189,11 @@ class Tree:
             ContractError: the matcher broke its promise.
         """
         best: Node | None = None
+        rank = (0, 0, 0)
         overlap = 0
-        waiting: list[tuple[Node | None, int]] = [(None, 0)]
+        waiting: list[tuple[Node | None, int, int]] = [(None, 0, 0)]
         while waiting:
-            above, at = waiting.pop()
+            above, at, num_named = waiting.pop()
             seen: dict[int, int] = {}
             for node in self.children(above):
                 if above is None and node.tools_key != tools_key:
@@ -188,9 +202,11 @@ class Tree:
                 overlap = max(overlap, at + shared)
                 if shared <= len(node.delta):
                     continue
-                waiting.append((node, node.num_messages))
-                if best is None or (node.num_messages, node.id) > (best.num_messages, best.id):
-                    best = node
+                # Replies that say the same are told apart by the calls' ids, which we gave them.
+                named = num_named + _names(echo.messages[node.num_messages - 1], node.message)
+                waiting.append((node, node.num_messages, named))
+                if best is None or (node.num_messages, named, node.id) > rank:
+                    best, rank = node, (node.num_messages, named, node.id)
         return Attached(best, overlap)
 
     def twin(self, parent: Node | None, delta: Echo, start: int, tools_key: bytes) -> Node | None:

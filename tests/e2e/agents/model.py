@@ -72,7 +72,7 @@ def read_session(attempt: Attempt) -> Session:
     """Return the tree that an agent's requests and replies are."""
     nodes: list[Seen] = []
     by_id: dict[str, Seen] = {}
-    conversations: dict[tuple[str, Turns], Seen] = {}
+    conversations: dict[tuple[str, Turns], list[Seen]] = {}
     found = Session(nodes, [], [])
     # Who left behind the last event left too late: all of the reply was given out.
     answered = [t for t in attempt.tries if t.raw and t.status == 200]
@@ -95,7 +95,7 @@ def read_session(attempt: Attempt) -> Session:
         node = Seen(len(nodes), said, turns, parent, request, [one])
         nodes.append(node)
         by_id[said.id] = node
-        conversations[tools, (*turns, said.turn())] = node
+        conversations.setdefault((tools, (*turns, said.turn())), []).append(node)
         if parent is not None:
             parent.children.append(node)
     _retries(attempt, found)
@@ -110,13 +110,21 @@ def _turns(one: Try, by_id: dict[str, Seen]) -> Turns:
     return (*previous.turns, previous.said.turn(), *turns)
 
 
-def _parent(turns: Turns, tools: str, conversations: dict[tuple[str, Turns], Seen]) -> Seen | None:
+def _parent(
+    turns: Turns, tools: str, conversations: dict[tuple[str, Turns], list[Seen]]
+) -> Seen | None:
     for end in range(len(turns) - 1, 0, -1):
         if turns[end - 1].role == "assistant":
             found = conversations.get((tools, turns[:end]))
             if found is not None:
-                return found
+                return max(found, key=lambda node: (_num_named(node, turns), node.id))
     return None
+
+
+def _num_named(node: Seen, turns: Turns) -> int:
+    """Return how many replies up to a node these turns name by the ids of their calls."""
+    own = [(len(one.turns), one.said.turn().call_ids) for one in node.path()]
+    return sum(bool(ids) and turns[place].call_ids == ids for place, ids in own)
 
 
 def _retries(attempt: Attempt, found: Session) -> None:

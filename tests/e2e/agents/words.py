@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 Item = dict[str, Any]
 MODEL = "policy"
@@ -19,7 +19,8 @@ _FINISH = {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
 """Anthropic's words."""
 
 
-class Turn(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Turn:
     """One message, the same whatever the dialect."""
 
     role: str
@@ -27,6 +28,8 @@ class Turn(NamedTuple):
     text: str
     calls: tuple[tuple[str, str], ...] = ()
     """(name, arguments with sorted keys)"""
+    call_ids: tuple[str, ...] = field(default=(), compare=False)
+    """Turns that say the same are told apart by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class Said:
 
     def turn(self) -> Turn:
         """Return it as a turn."""
-        return Turn("assistant", self.text, tuple((n, sorted_json(a)) for _, n, a in self.calls))
+        calls = tuple((name, sorted_json(arguments)) for _, name, arguments in self.calls)
+        return Turn("assistant", self.text, calls, tuple(call_id for call_id, _, _ in self.calls))
 
 
 def sorted_json(text: str) -> str:
@@ -161,6 +165,7 @@ class Chat:
                     (c["function"]["name"], sorted_json(c["function"]["arguments"]))
                     for c in message.get("tool_calls") or ()
                 ),
+                tuple(c["id"] for c in message.get("tool_calls") or ()),
             )
             for message in body["messages"]
         ]
@@ -242,7 +247,8 @@ class Anthropic:
                     if b["type"] == "tool_use"
                 )
                 text = "".join(b["text"] for b in blocks if b["type"] == "text")
-                turns.append(Turn("assistant", text, calls))
+                ids = tuple(b["id"] for b in blocks if b["type"] == "tool_use")
+                turns.append(Turn("assistant", text, calls, ids))
                 continue
             turns += [
                 Turn("tool", _text_of(b["content"])) for b in blocks if b["type"] == "tool_result"
@@ -315,17 +321,20 @@ class Responses:
             turns.append(Turn("system", body["instructions"]))
         text: list[str] = []
         calls: list[tuple[str, str]] = []
+        ids: list[str] = []
 
         def close() -> None:
             if text or calls:
-                turns.append(Turn("assistant", "".join(text), tuple(calls)))
+                turns.append(Turn("assistant", "".join(text), tuple(calls), tuple(ids)))
                 text.clear()
                 calls.clear()
+                ids.clear()
 
         for item in body["input"]:
             kind = item.get("type", "message")
             if kind == "function_call":
                 calls.append((item["name"], sorted_json(item["arguments"])))
+                ids.append(item["call_id"])
             elif kind == "message" and item["role"] == "assistant":
                 text.append(_text_of(item["content"]))
             elif kind != "reasoning":

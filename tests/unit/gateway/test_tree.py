@@ -29,8 +29,15 @@ def a(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def grow(tree: Tree, messages: Sequence[Any], said: str, key: bytes = b"") -> Node:
+def calling(call_id: str) -> dict[str, Any]:
+    """Return a reply that calls a tool."""
+    function = {"name": "f", "arguments": "{}"}
+    return a("") | {"tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+
+
+def grow(tree: Tree, messages: Sequence[Any], said: str | dict[str, Any], key: bytes = b"") -> Node:
     """Attach a request and commit a reply to it."""
+    message = a(said) if isinstance(said, str) else said
     echo = Echo(list(messages))
     found = tree.attach(echo, key)
     number = len(tree.nodes)
@@ -40,7 +47,7 @@ def grow(tree: Tree, messages: Sequence[Any], said: str, key: bytes = b"") -> No
     else:
         context = Context.behind(parent.context, as_ids([2, number]))
     context.add(Answer(a_completion([3, number], rid=f"{number:032x}"), 0, 0, Sampling()))
-    reply = ChatReply(f"r{number}", a(said), "stop", as_ids([3]), np.zeros(1, np.float32), (), 1, 0, 0.0)  # fmt: skip # noqa: E501
+    reply = ChatReply(f"r{number}", message, "stop", as_ids([3]), np.zeros(1, np.float32), (), 1, 0, 0.0)  # fmt: skip # noqa: E501
     return tree.add(
         parent, echo, found.num_known, reply, context,
         tools=None, tools_key=key, cut=None, now_unix_s=time.time(),
@@ -102,6 +109,24 @@ def test_109_of_identical_twins_the_one_that_was_gone_on_with_is_deeper() -> Non
     grow(tree, [S, U1, a("a1"), U2, a("a2"), U3], "a3")
     grow(tree, [S, U1, a("a1"), U2], "a2")
     assert attached(tree, S, U1, a("a1"), U2, a("a2"), U3, a("a3"), U1) == (2, 7)
+
+
+@pytest.mark.parametrize("gone_on_with", ["call_1", "call_2"])
+def test_of_twins_the_one_is_gone_on_from_whose_calls_come_back_by_their_ids(
+    gone_on_with: str,
+) -> None:
+    tree = Tree(rendered)
+    first, second = (grow(tree, [S, U1], calling(name)) for name in ("call_1", "call_2"))
+    result = {"role": "tool", "tool_call_id": gone_on_with, "content": "1"}
+    found = {"call_1": first, "call_2": second}[gone_on_with]
+    assert attached(tree, S, U1, calling(gone_on_with), result) == (found.id, 3)
+    # One turn later too, where both lines say the same.
+    for name in ("call_1", "call_2"):
+        answer = {"role": "tool", "tool_call_id": name, "content": "1"}
+        grow(tree, [S, U1, calling(name), answer], "a1")
+    node, _ = attached(tree, S, U1, calling(gone_on_with), result, a("a1"), U2)
+    assert node is not None
+    assert tree.nodes[node].parent is found
 
 
 def test_109_an_empty_request_begins_a_root() -> None:
