@@ -177,4 +177,4 @@ def test_drop_keeps_what_befell_every_member_of_a_usual_group_and_says_where_it_
     texts = [len(text) for _, text in long["errors"]]
     assert texts[0] == 2000
     assert 8 <= len(texts) < 64
-    assert sum(texts) <= 12_288
+    assert sum(texts) <= 16_384

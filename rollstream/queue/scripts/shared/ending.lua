@@ -3,7 +3,7 @@
 -- gives: end_group
 local PAST_LENGTH = 1000
 local PAST_MEMBERS = 512 -- members whose header and error a drop's record keeps, as far as they fit
-local PAST_BYTES, PAST_ERROR = 12288, 300 -- of them all; of one error, once half of that is full
+local PAST_BYTES, PAST_ERROR = 16384, 300 -- of them all; of one error, once half of that is full
 
 local function take_out_members(gid, g, n)
   for first = 0, n - 1, CHUNK do take_out_some(gid, g, first, math.min(first + CHUNK, n) - 1) end
