@@ -136,8 +136,9 @@ class LineHandler(logging.Handler):
         if dropped > before and self._num_bytes * 2 < self._max_bytes:
             self._num_said = dropped
             # The record's own line may be dropped too: then the next one says so.
-            lines = {"lines": dropped - before}
-            logging.getLogger(LOGGER).warning("log_lines_dropped", extra=lines)
+            logging.getLogger(LOGGER).warning(
+                "log_lines_dropped", extra={"lines": dropped - before}
+            )
 
     def _write_now(self) -> None:
         """Write what waits without a thread, as far as it does not block; drop the rest."""

@@ -157,7 +157,11 @@ def _warned(
         return
     logging.getLogger("warnings").warning(
         "python_warning",
-        extra={"category": category.__name__, "text": str(message), "at": f"{filename}:{lineno}"},
+        extra={
+            "category": category.__name__,
+            "warning": str(message),
+            "at": f"{filename}:{lineno}",
+        },
     )
 
 

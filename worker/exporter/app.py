@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -29,7 +30,6 @@ from .reader import Reader
 LOOK_TIMEOUT_S = 5.0
 """A server that does not answer one look for so long is away."""
 CLOSE_S = 2.0
-RUN_SEEN, NO_RUN = "run_seen", "no_run"
 log = structlog.get_logger("exporter")
 
 
@@ -85,14 +85,15 @@ class Exporter:
             self._publish(up=False)
             return
         except RunMismatch as error:
-            self._without_run("run_of_another_version", error=str(error))
+            self._without_run(log.warning, "run_of_another_version", error=str(error))
         except Exception as error:  # noqa: BLE001 - keys that are not ours, a refusal: it goes on
-            self._without_run("run_unreadable", error=f"{type(error).__name__}: {error}"[:500])
+            why = f"{type(error).__name__}: {error}"[:500]
+            self._without_run(log.warning, "run_unreadable", error=why)
         else:
             if seen is None:
-                self._without_run(NO_RUN)
+                self._without_run(log.info, "no_run")
             else:
-                self._say(RUN_SEEN, state=seen.run.info.state)
+                self._say(log.info, "run_seen", state=seen.run.info.state)
                 self.figures.seen(seen.run, trainer_connected=seen.trainer_connected)
                 self._has_run = True
         self._link.worked()
@@ -103,17 +104,16 @@ class Exporter:
         self._is_up = up
         self.figures.redis(up=up)
 
-    def _without_run(self, event: str, **about: Any) -> None:
+    def _without_run(self, level: Callable[..., Any], event: str, **about: Any) -> None:
         self._has_run = False
-        self._say(event, **about)
-        self.figures.no_run(is_gone=event == NO_RUN)
+        self._say(level, event, **about)
+        self.figures.no_run(is_gone=event == "no_run")
 
-    def _say(self, event: str, **about: Any) -> None:
+    def _say(self, level: Callable[..., Any], event: str, **about: Any) -> None:
         """Log what the run is like, once until it changes."""
         said = f"{event} {about}"
         if said != self._said:
             self._said = said
-            level = log.info if event in (RUN_SEEN, NO_RUN) else log.warning
             level(event, **about)
 
     async def look_at_verifiers(self) -> None:

@@ -418,7 +418,8 @@ class Fidelity:
         log.error(
             "token_mismatch",
             kind=found.kind.value,
-            sample=f"{leaf.group_index}:{leaf.member}",
+            group_index=leaf.group_index,
+            member=leaf.member,
             leaf=place,
             position=found.position,
             rid=found.rid,

@@ -122,7 +122,9 @@ class Rescorer:
 
     def _failed(self, sample: Sample, why: str) -> None:
         self.outcomes["failed"] += 1
-        log.warning("rescore_failed", sample=f"{sample.group_index}:{sample.member}", error=why)
+        log.warning(
+            "rescore_failed", group_index=sample.group_index, member=sample.member, error=why
+        )
 
     def _judge(self, sample: Sample, found: rescore.Comparison) -> None:
         differences = found.counted()
@@ -139,7 +141,8 @@ class Rescorer:
         log.error(
             "token_mismatch",
             kind="log_prob",
-            sample=found.name,
+            group_index=sample.group_index,
+            member=sample.member,
             position=None if first is None else first.position,
             token=None if first is None else first.id,
             sampled=None if first is None else first.sampled,
