@@ -42,7 +42,11 @@ _STATS = (
         "Slots in use", "percentunit",
         "Samples in flight by the slots of all workers. Full and a trainer that waits: the engines "
         "or the number of workers are the bound. Empty: prompts or capacity are.",
-        [Query("rollstream:inflight_samples:sum / rollstream:concurrency_limit:sum", "in use")],
+        [
+            Query(
+                "rollstream:inflight_samples:sum / (rollstream:concurrency_limit:sum > 0)", "in use"
+            )
+        ],
         "stat", width=3, height=4, is_share=True,
     ),
     Panel(

@@ -34,7 +34,7 @@ _FLEET = (
         [
             Query(
                 f"{total('rollout_inflight_samples', 'instance', _CHOSEN)}"
-                f" / {total('rollout_concurrency_limit', 'instance', _CHOSEN)}",
+                f" / ({total('rollout_concurrency_limit', 'instance', _CHOSEN)} > 0)",
                 _EACH,
             )
         ],
