@@ -161,12 +161,17 @@ def run_of(name: str) -> SmallRun:
 
 def _play(name: str, seconds: float | None, folder: Path) -> None:
     run, fault = run_of(name), FAULTS[name]
-    stop = threading.Event()
+    there, stop = threading.Event(), threading.Event()
     with DevServer(aof=True) as redis, stack(run, redis.url, folder):
         trainer = threading.Thread(
-            target=_train, args=(redis.url, run.name, fault, stop), name="trainer", daemon=True
+            target=_train,
+            args=(redis.url, run.name, fault, there, stop),
+            name="trainer",
+            daemon=True,
         )
         trainer.start()
+        while not there.wait(0.2) and trainer.is_alive():
+            pass  # behind it there is a run to look at
         print(
             f"run {run.name}: {fault.about}\n\n"
             f"look at it:     rollstream top --redis {redis.url}\n"
@@ -188,9 +193,10 @@ def _wait(seconds: float | None, trainer: threading.Thread) -> None:
         time.sleep(0.2)
 
 
-def _train(url: str, run: str, fault: Fault, stop: threading.Event) -> None:
+def _train(url: str, run: str, fault: Fault, there: threading.Event, stop: threading.Event) -> None:
     """Take batches, be busy for a step, ack; until told to stop."""
     with GroupStream.connect(url, run=run, connect_timeout_s=READY_S) as stream:
+        there.set()
         while not stop.is_set():
             try:
                 for batch in stream.batches(groups=fault.batch, timeout_s=WAIT_S):

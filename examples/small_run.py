@@ -108,8 +108,8 @@ def _play(run: SmallRun, show: Callable[[FinishedGroup], None], folder: Path) ->
 
 
 @contextlib.contextmanager
-def stack(run: SmallRun, redis_url: str, folder: Path) -> Iterator[None]:
-    """Start everything beside the trainer."""
+def stack(run: SmallRun, redis_url: str, folder: Path) -> Iterator[dict[str, Child]]:
+    """Start everything beside the trainer; yield the processes by what they are called."""
     engine, metrics = free_port(), free_port()
     config = folder / "rollstream.toml"
     config.write_text(to_toml(_tables(run, redis_url, engine, metrics)))
@@ -139,7 +139,7 @@ def stack(run: SmallRun, redis_url: str, folder: Path) -> Iterator[None]:
             one.start()
         for one in children[1:]:
             one.wait_ready(READY_S)
-        yield
+        yield {one.name: one for one in children}
     finally:
         stop_all(children[::-1])
 
