@@ -4,7 +4,7 @@ Owns `ops/k8s/generated/`. Never invents a rule: a PrometheusRule has the groups
 `ops/prometheus/rules`, and the two configurations are those of `ops/`, because kustomize reads
 nothing outside its own folder. Invariant: the same files make the same output.
 
-    python ops/manifests.py [--check]
+    python -m ops.manifests [--check]
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     left = sorted(set(GENERATED.glob("*")) - set(files)) if GENERATED.exists() else []
     if check:
         for path in stale + left:
-            sys.stdout.write(f"{path}: not current: run python ops/manifests.py\n")
+            sys.stdout.write(f"{path}: not current: run python -m ops.manifests\n")
         return 1 if stale or left else 0
     GENERATED.mkdir(exist_ok=True)
     for path in left:

@@ -218,6 +218,40 @@ def test_nobody_without_a_password_looks_at_grafana_unless_told_otherwise(
     assert "GF_SECURITY_ADMIN_PASSWORD" not in environment
 
 
+def test_grafana_finds_what_its_provisioning_and_its_home_name(
+    services: Mapping[str, Any], tmp_path: Path, vocabulary: Path
+) -> None:
+    machine = Machine(services, tmp_path, vocabulary)
+    machine.mount("grafana")
+    home = machine.environment("grafana")["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert json.loads(Path(home).read_text())["uid"] == "rollstream-overview"
+    (folder,) = (ROOT / "ops/grafana/provisioning/dashboards").glob("*.yml")
+    (provider,) = yaml.safe_load(folder.read_text())["providers"]
+    assert machine.here(provider["options"]["path"], "grafana") == str(Path(home).parent)
+    (source,) = (ROOT / "ops/grafana/provisioning/datasources").glob("*.yml")
+    (prometheus,) = yaml.safe_load(source.read_text())["datasources"]
+    assert prometheus["url"] == "http://prometheus:9090"
+    assert set(services["grafana"]["networks"]) & set(services["prometheus"]["networks"])
+
+
+def test_prometheus_finds_its_targets_by_names_that_it_shares_a_network_with(
+    services: Mapping[str, Any],
+) -> None:
+    config = yaml.safe_load((ROOT / "ops/prometheus/prometheus.yml").read_text())
+    (alertmanager,) = config["alerting"]["alertmanagers"]
+    found = [target for s in alertmanager["static_configs"] for target in s["targets"]]
+    for job in config["scrape_configs"]:
+        found += [target for s in job.get("static_configs", []) for target in s["targets"]]
+        for dns in job.get("dns_sd_configs", []):
+            assert (dns["names"], dns["type"], dns["port"]) == (["worker"], "A", 9400)
+            found += ["worker:9400"]
+    found.remove("localhost:9090")
+    assert len(found) == 4
+    for target in found:
+        name = target.split(":")[0]
+        assert set(services[name]["networks"]) & set(services["prometheus"]["networks"]), target
+
+
 def test_every_volume_and_network_is_declared_and_every_mounted_file_exists(
     compose: dict[str, Any], services: Mapping[str, Any]
 ) -> None:
@@ -453,3 +487,24 @@ def or_nothing(machine: Machine) -> str:
     with contextlib.suppress(OSError):
         return scraped(machine, "redis_exporter")
     return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_producer_and_verifier_are_healthy_while_the_server_is_away(machine: Machine) -> None:
+    machine.start("secrets")
+    assert machine.ended("secrets-1", 60) == 0, machine.log("secrets-1")
+    machine.start("redis")
+    until("the server answers", lambda: only_pings(machine))
+    for service in ("producer", "verifier"):
+        machine.start(service)
+    for service in ("producer", "verifier"):
+        until(f"{service} is healthy", functools.partial(machine.healthy, service))
+    machine.processes["redis-1"].kill()
+    machine.ended("redis-1", 60)
+    for service in ("producer", "verifier"):
+        # By hand: what renews the file now does so without a server.
+        place = Path(machine.environment(service)["ROLLSTREAM_TELEMETRY__HEARTBEAT_FILE"])
+        os.utime(place, (1.0, 1.0))
+        until(f"{service} renews it", lambda place=place: place.stat().st_mtime > 1.0)
+        assert machine.running(f"{service}-1"), machine.log(f"{service}-1")
