@@ -6,7 +6,7 @@ Owns the panels of the first dashboard that anybody opens.
 from __future__ import annotations
 
 from .panels import Board, Panel, Query
-from .phrases import PER_MINUTE, WINDOW, buckets, per_minute, placed, quantile, rate, total
+from .phrases import PER_MINUTE, WINDOW, buckets, per_minute, placed, quantile, rate
 
 _STATS = (
     Panel(
@@ -219,7 +219,6 @@ _ENGINES = (
         "Weight versions behind", "none", "Of each engine, as the worker sees it that sees most.",
         [
             Query(placed("max", "rollout_engine_version_lag"), "engine {{engine}}"),
-            Query(total("rollout_policy_version") + " * 0", "the run"),
         ],
         width=6,
     ),
