@@ -9,8 +9,7 @@ The hot path adds to plain counters and arrays; `flush`, once a second, moves th
 
 from __future__ import annotations
 
-from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollstream.errors import STATUS_OF, DropReason, Status, StopReason
 from rollstream.log_sink import lines_dropped
@@ -21,7 +20,7 @@ from .catalog import ALL, DROPPED, OTHER, READY
 from .figures import EngineFigures, EngineMetrics, PoolFigures
 from .guard import Guard
 from .outcomes import OutcomeMetrics
-from .readings import MOST, Readings, Totals, move
+from .readings import MOST, Readings, Totals, move, tally_of
 from .registry import Registry
 from .tally import TokenTally
 
@@ -72,12 +71,12 @@ class Metrics:
         self._token_children = registry.counters("rollout_tokens_total")
         self._divergence_children = registry.counters("rollout_divergences_total")
         self._evaluated_children = registry.counters("rollout_evaluation_samples_total")
-        self._samples: Tally[tuple[str, StopReason]] = Tally()
-        self._groups: Tally[tuple[str, ...]] = Tally()
-        self._alike: Tally[str] = Tally()
-        self._turns: Tally[str] = Tally()
-        self._tokens: Tally[str] = Tally()
-        self._divergences: Tally[str] = Tally()
+        self._samples = tally_of(self._sample_children)
+        self._groups = tally_of(self._group_children)
+        self._alike = tally_of(self._alike_children)
+        self._turns = tally_of(self._turn_children)
+        self._tokens = tally_of(self._token_children)
+        self._divergences = tally_of(self._divergence_children)
         self._other_span_s = 0.0
         self._other_spans = registry.counter("rollout_other_span_seconds_total")
         self._mismatches = registry.counters("rollout_token_mismatch_total")
@@ -91,9 +90,7 @@ class Metrics:
         registry = self.registry
         spans = registry.histograms("rollout_span_duration_seconds")
         of_spans = {name: Readings(spans[name], catalog.SECONDS_BUCKETS) for name in spans}
-        self._add_span: dict[str, Callable[[float], None]] = {
-            name: readings.add for name, readings in of_spans.items()
-        }
+        self._span_values = {name: readings.values for name, readings in of_spans.items()}
         self._lags = Readings(
             registry.histogram("rollout_event_loop_lag_seconds"), catalog.LAG_BUCKETS
         )
@@ -115,7 +112,7 @@ class Metrics:
         self,
         env: str,
         reason: StopReason,
-        leaves: Iterable[Sample],
+        leaves: Sequence[Sample],
         *,
         delivered: bool,
         version: int = UNKNOWN_VERSION,
@@ -132,12 +129,12 @@ class Metrics:
         env = env if env in self._envs else OTHER
         self._samples[env, reason] += 1
         try:
-            self._count(env, reason, list(leaves), delivered, version)
+            self._count(env, reason, leaves, delivered, version)
         except Exception as error:  # noqa: BLE001 - whatever it is, the rollout goes on
             self.guard.failed(error)
 
     def _count(
-        self, env: str, reason: StopReason, leaves: list[Sample], delivered: bool, version: int
+        self, env: str, reason: StopReason, leaves: Sequence[Sample], delivered: bool, version: int
     ) -> None:
         if reason is StopReason.REWARD_ERROR:
             detail = leaves[0].metadata.get("error_detail") if leaves else None
@@ -155,9 +152,9 @@ class Metrics:
         else:
             tokens["trainable"] += counted.trainable
             if version >= 0 and counted.oldest >= 0:
-                self.staleness(version - counted.oldest)
+                self._stalenesses.values.append(max(0, version - counted.oldest))
             if counted.turns and STATUS_OF[reason] in _ENDED_WELL:
-                self._turn_counts.add(counted.turns)
+                self._turn_counts.values.append(counted.turns)
         self.outcomes.tool_calls(leaves[0].metadata)
         for leaf in leaves:
             diverged = leaf.metadata.get("divergences")
@@ -166,13 +163,12 @@ class Metrics:
             self._spans(leaf.spans)
 
     def _spans(self, spans: Iterable[Span]) -> None:
-        adds = self._add_span
+        values = self._span_values
         for span in spans:
-            add = adds.get(span.name)
-            if add is None:
+            try:
+                values[span.name].append(span.duration_s)
+            except KeyError:  # where nothing is raised this costs nothing
                 self._other_span(span.duration_s)
-            else:
-                add(span.duration_s)
 
     def _other_span(self, duration_s: float) -> None:
         if duration_s > 0:  # neither NaN
@@ -194,20 +190,19 @@ class Metrics:
 
     def differences(self, values: Iterable[float]) -> None:
         """Keep the absolute differences of one rescored sample until the next flush."""
-        for value in values:
-            self._differences.add(value)
+        self._differences.values += values
 
     def staleness(self, versions: int) -> None:
         """Keep how many versions old one ended trajectory is until the next flush."""
-        self._stalenesses.add(max(0, versions))
+        self._stalenesses.values.append(max(0, versions))
 
     def span(self, name: str, duration_s: float) -> None:
         """Keep one duration until the next flush; of a user's own name it counts as `other`."""
-        add = self._add_span.get(name)
-        if add is None:
+        values = self._span_values.get(name)
+        if values is None:
             self._other_span(duration_s)
         else:
-            add(duration_s)
+            values.append(duration_s)
 
     def spans(self, spans: Iterable[Span]) -> None:
         """Keep the durations of a trajectory that has no sample to count them with."""
@@ -227,7 +222,7 @@ class Metrics:
 
     def lag(self, seconds: float) -> None:
         """Keep one reading of how late the loop was."""
-        self._lags.add(max(0.0, seconds))
+        self._lags.values.append(max(0.0, seconds))
 
     # --- once a second ---------------------------------------------------------------------------
     def flush(self) -> None:

@@ -12,7 +12,6 @@ below it are two counters, and the mean is their difference by the count.
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from .catalog import (
     TOOL_OUTCOMES,
     VIEWS,
 )
-from .readings import MOST, Readings, move
+from .readings import MOST, Readings, move, tally_of
 from .registry import Registry
 
 _JUDGED = (Status.COMPLETED, Status.TRUNCATED)
@@ -58,8 +57,7 @@ class OutcomeMetrics:
         self._troubles = registry.counters("rollout_reward_errors_total")
         self._sums = {key: [0.0, 0.0, 0.0] for key in self._rewards}
         """Count, gained and lost since the last flush, by environment and view."""
-        self._calls: Tally[str] = Tally()
-        self._errors: Tally[str] = Tally()
+        self._calls, self._errors = tally_of(self._tools), tally_of(self._troubles)
 
     def members_judged(
         self,
@@ -87,10 +85,10 @@ class OutcomeMetrics:
                 self._add_ages(usable, version)
 
     def _add(self, env: str, view: str, members: Sequence[MemberView]) -> None:
-        add_length, sums = self._lengths[view].add, self._sums[env, view]
+        lengths, sums = self._lengths[view].values, self._sums[env, view]
         for member in members:
             leaves = member.header.leaves if member.header is not None else ()
-            add_length(sum([leaf.response_length for leaf in leaves]))
+            lengths.append(sum([leaf.response_length for leaf in leaves]))
             reward = member.reward
             if reward is not None:
                 sums[0] += 1
@@ -104,7 +102,7 @@ class OutcomeMetrics:
             leaves = member.header.leaves if member.header is not None else ()
             oldest = [leaf.versions[0] for leaf in leaves if leaf.versions is not None]
             if oldest:
-                self._staleness.add(max(0, version - min(oldest)))
+                self._staleness.values.append(max(0, version - min(oldest)))
 
     def reward_error(self, detail: str) -> None:
         """Count one verdict that could not be had."""

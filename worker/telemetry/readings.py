@@ -7,8 +7,6 @@ nothing grows while telemetry is broken.
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -25,40 +23,51 @@ class Readings:
     """Values of one histogram since the last flush.
 
     Attributes:
-        add: keeps one value. TypeError where it is no number.
+        values: to be appended to. Always the same list.
     """
 
-    __slots__ = ("_buckets", "_child", "_values", "add")
+    __slots__ = ("_buckets", "_child", "values")
 
     def __init__(self, child: prom.Histogram, buckets: Sequence[float]) -> None:
         self._child, self._buckets = child, np.array(buckets, dtype=np.float64)
-        self._values = array("d")
-        self.add = self._values.append
+        self.values: list[float] = []
 
     def flush(self) -> None:
         """Observe all values at once: one search, where `observe` costs 0.8 µs for each.
 
         A histogram of prometheus-client keeps a count per bucket, not yet summed up.
+
+        Raises:
+            TypeError: something among them is no number at all; so ValueError.
         """
-        if not self._values:
+        if not self.values:
             return
-        values = np.array(self._values, dtype=np.float64)
-        del self._values[:]
-        values = np.clip(np.nan_to_num(values, nan=0.0, posinf=MOST), 0.0, MOST)
+        kept = self.values.copy()
+        self.values.clear()
+        values = np.array(kept, dtype=np.float64)
+        total = float(values.sum())
+        if not (total <= MOST and values.min() >= 0.0):  # of NaN neither is true
+            values = np.clip(np.nan_to_num(values, nan=0.0, posinf=MOST), 0.0, MOST)
+            total = float(values.sum())
         found = np.searchsorted(self._buckets, values)
         counts = np.bincount(found, minlength=len(self._buckets) + 1)
         for bucket, count in zip(self._child._buckets, counts.tolist(), strict=True):
             if count:
                 bucket.inc(count)
-        self._child._sum.inc(float(values.sum()))
+        self._child._sum.inc(total)
 
 
-def move(tally: Tally[K], children: Mapping[K, prom.Counter]) -> None:
-    """Add what was tallied to its counters, and empty the tally."""
-    counts = list(tally.items())
-    tally.clear()
-    for key, count in counts:
-        children[key].inc(count)
+def tally_of(children: Mapping[K, prom.Counter]) -> dict[K, int]:
+    """Return a tally for counters: plain numbers, all there, which are the quickest to add to."""
+    return dict.fromkeys(children, 0)
+
+
+def move(tally: dict[K, int], children: Mapping[K, prom.Counter]) -> None:
+    """Add what was tallied to its counters, and begin the tally anew."""
+    for key, count in tally.items():
+        if count:
+            tally[key] = 0
+            children[key].inc(count)
 
 
 class Totals:

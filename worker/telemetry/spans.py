@@ -71,7 +71,8 @@ class timed(msgspec.Struct, gc=False):  # noqa: N801 - it reads: `with timed(spa
     ) -> None:
         seconds = monotonic() - self.start_mono_s
         outcome = "ok" if kind is None else _outcome_of(kind)
-        self.recorder.record(self.name, self.turn, time() - seconds, seconds, outcome)
+        # As `record` does, which is a fifth of the time.
+        self.recorder.spans.append(Span(self.name, self.turn, time() - seconds, seconds, outcome))
 
 
 def _outcome_of(kind: type[BaseException]) -> str:

@@ -49,32 +49,31 @@ class TokenTally:
         return tally
 
     def _add_whole(self, leaf: Sample) -> None:
-        calls, cache = leaf.calls, leaf.prefix_cache_info
-        sampled = sum([call.end - call.start for call in calls])
-        self.turns += len(calls)
+        cache, response = leaf.prefix_cache_info, leaf.response_length
+        sampled = self._add_calls(leaf.calls)
         self.prompt += cache.total_prompt_tokens
         self.cached += cache.cached_tokens
-        self.sampled += sampled
-        self.tool += leaf.response_length - sampled
+        self.tool += response - sampled
         self.trainable += leaf.effective_response_length
-        self._see_versions(calls)
 
     def _add_branch(self, leaf: Sample, shared: Sequence[Call], seen: set[str]) -> None:
         # What leaves share is their beginning.
         behind = max(call.end for call in shared)
-        new = [call for call in leaf.calls if call.rid not in seen]
-        sampled = sum(call.end - call.start for call in new)
-        self.turns += len(new)
-        self.sampled += sampled
+        sampled = self._add_calls([call for call in leaf.calls if call.rid not in seen])
         self.tool += len(leaf.tokens) - behind - sampled
         self.trainable += leaf.effective_response_length
-        self._see_versions(new)
 
-    def _see_versions(self, calls: Sequence[Call]) -> None:
-        # Not the first call's alone: a turn that goes on at another engine may get older weights.
-        known = {span[0] for call in calls for span in call.versions}
-        known.discard(UNKNOWN_VERSION)
-        if known:
-            oldest = min(known)
-            if self.oldest == UNKNOWN_VERSION or oldest < self.oldest:
-                self.oldest = oldest
+    def _add_calls(self, calls: Sequence[Call]) -> int:
+        """Count calls; returns how many tokens they sampled."""
+        sampled, oldest = 0, self.oldest
+        for call in calls:
+            sampled += call.end - call.start
+            # Not the first call's alone: a turn that goes on at another engine may get older ones.
+            for span in call.versions:
+                version = span[0]
+                if version != UNKNOWN_VERSION and (version < oldest or oldest == UNKNOWN_VERSION):
+                    oldest = version
+        self.turns += len(calls)
+        self.sampled += sampled
+        self.oldest = oldest
+        return sampled

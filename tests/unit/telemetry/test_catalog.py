@@ -22,8 +22,9 @@ from worker.telemetry.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 ENVS = env_labels(["code", "maths", "search", "tools"], catalog.WORKER_ENV_LABELS)
-NOT_METRICS = {*SAMPLE_FIELDS, "rollout_mask_sum", "rollout_func"}
-"""Words of the same beginning: fields of a sample, a column of a batch, an argument of TRL's."""
+NOT_METRICS = {*SAMPLE_FIELDS, "rollout_mask_sum", "rollout_bug", "rollout_func"}
+"""Words of the same beginning: fields of a sample, a column of a batch, an event of the log, an
+argument of TRL's."""
 
 
 def families(registry: Registry) -> dict[str, str]:
