@@ -317,3 +317,20 @@ async def test_nothing_of_an_evaluation_is_recorded(stage: Stage, qwen3: Any, na
         lambda: stage.run.queue.read_eval("0", count=10, block_s=0.5), what="the evaluation"
     )
     assert await stage.left() == {}
+
+
+async def test_a_telemetry_that_only_fails_changes_nothing_for_a_group(
+    stage: Stage, qwen3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("worker.telemetry.metrics.TokenTally.of", broken)
+    monkeypatch.setattr("worker.telemetry.outcomes.OutcomeMetrics.members_judged", broken)
+    monkeypatch.setattr("worker.telemetry.readings.Readings.flush", broken)
+    parts = await stage.start(single_turn, [says(qwen3, DONE)])
+    await stage.run.ready(1)
+    await stage.left()
+    await stage.run.audit()
+    parts.metrics.flush()
+    assert parts.metrics.guard.num_failures > 2
