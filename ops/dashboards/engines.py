@@ -151,8 +151,18 @@ _REDIS = (
         ],
     ),
     Panel(
+        "Append-only file", "none",
+        "1 where it is written, and where its last write went well. Otherwise a crash of the "
+        "server forgets all since the trainer's checkpoint.",
+        [
+            Query("max(redis_aof_enabled)", "written"),
+            Query("max(redis_aof_last_write_status)", "last write went well"),
+        ],
+        width=12, is_share=True,
+    ),
+    Panel(
         "A look at the run", "s", "How long the exporter's last look at Redis took.",
-        [Query("max(rollout_exporter_read_seconds)", "look")], width=24, height=6,
+        [Query("max(rollout_exporter_read_seconds)", "look")], width=12,
     ),
 )  # fmt: skip
 

@@ -42,7 +42,8 @@ _ENDS = (
     ),
     Panel(
         "Identical groups", PER_MINUTE,
-        "All members sampled the same tokens: temperature 0, or a prompt with one answer.",
+        "All members sampled the same tokens, although the temperature is above 0: seeds that do "
+        "not differ, or an engine that ignores them. Always near 0.",
         [Query(per_minute("rollout_identical_groups_total", "env", _CHOSEN), "{{env}}")],
     ),
     Panel(

@@ -32,6 +32,8 @@ FOREIGN = FOREIGN_COUNTERS | {
     "scrape_duration_seconds",
     "scrape_samples_scraped",
     "redis_up",
+    "redis_aof_enabled",
+    "redis_aof_last_write_status",
     "redis_memory_used_bytes",
     "redis_memory_max_bytes",
     "redis_connected_clients",
