@@ -377,3 +377,53 @@ def test_calls_that_leaves_share_are_counted_once() -> None:
     for kind, count in {"prompt": 10, "cached": 3, "sampled": 7, "tool": 9}.items():
         assert f'rollout_tokens_total{{kind="{kind}"}} {count}.0' in text
     assert 'rollout_turns_total{env="env0"} 4.0' in text
+
+
+def test_calls_in_flight_are_those_of_the_engine_in_the_place() -> None:
+    given = metrics()
+    publish(given, an_engine(in_flight=5), an_engine(1, "http://f", in_flight=7))
+    text = text_of(given)
+    assert 'rollout_engine_inflight_requests{engine="0"} 5.0' in text
+    assert 'rollout_engine_inflight_requests{engine="1"} 7.0' in text
+    publish(given)
+    assert 'rollout_engine_inflight_requests{engine="1"} NaN' in text_of(given)
+
+
+def test_turns_are_those_of_trajectories_that_were_completed_or_cut() -> None:
+    given = metrics()
+    two = a_sample(turns=(((4, 5), (6,)), ((7,), ())))
+    for reason, delivered in (
+        (StopReason.STOP, True),
+        (StopReason.TURN_LENGTH, True),
+        (StopReason.AGENT_ERROR, True),
+        (StopReason.MAX_TURNS, False),
+    ):
+        given.sample_ended("env0", reason, [two], delivered=delivered)
+    given.sample_ended("env0", StopReason.PROMPT_TOO_LONG, [a_sample(turns=())], delivered=True)
+    text = text_of(given)
+    assert 'rollout_sample_turns_count{kind="all"} 2.0' in text
+    assert 'rollout_sample_turns_sum{kind="all"} 4.0' in text
+    assert 'rollout_sample_turns_bucket{kind="all",le="1.0"} 0.0' in text
+    assert 'rollout_sample_turns_bucket{kind="all",le="3.0"} 2.0' in text
+
+
+def test_a_trajectory_of_many_leaves_has_one_age_and_one_number_of_turns() -> None:
+    given = metrics()
+    leaves = [a_sample(turns=(((4, 5), (6,)),)) for _ in range(9)]
+    for number, leaf in enumerate(leaves):
+        leaf.calls[0].rid = f"{number}"
+        leaf.calls[0].versions = [(number, 0, 1)]
+    given.sample_ended("env0", StopReason.STOP, leaves, delivered=True, version=9)
+    text = text_of(given)
+    assert 'rollout_sample_staleness_versions_count{kind="all"} 1.0' in text
+    assert 'rollout_sample_staleness_versions_sum{kind="all"} 9.0' in text
+    assert 'rollout_sample_turns_count{kind="all"} 1.0' in text
+
+
+def test_unknown_totals_of_requests_and_rescoring_count_as_failed() -> None:
+    given = metrics()
+    given.gateway({"ok": 1, "failed": 2, "never heard of": 3}, open_sessions=0)
+    given.rescored({"compared": 1, "never heard of": 4})
+    text = text_of(given)
+    assert 'rollout_gateway_requests_total{outcome="failed"} 5.0' in text
+    assert 'rollout_rescored_samples_total{outcome="failed"} 4.0' in text

@@ -143,3 +143,19 @@ def test_a_verdict_that_could_not_be_had_is_counted_by_its_cause() -> None:
     assert counts(given, "rollout_reward_errors_total") == {
         "timeout": 1.0, "other": 3.0, "invalid": 1.0,
     }  # fmt: skip
+
+
+def test_the_age_of_what_is_delivered_is_taken_with_the_verdict() -> None:
+    given = metrics()
+    group = rewarded(1.0, 0.0, 1.0)
+    assert group.members[0].header is not None
+    assert group.members[1].header is not None
+    assert group.members[2].header is not None
+    group.members[0].header.leaves[0].versions = (3, 8)
+    group.members[1].header.leaves[0].versions = (7, 8)
+    group.members[2].header.leaves[0].versions = None
+    given.outcomes.members_judged("default", group.members, is_kept=True, version=8)
+    given.outcomes.members_judged("default", group.members, is_kept=False, version=9)
+    given.outcomes.members_judged("default", group.members, is_kept=True)
+    assert counts(given, "rollout_sample_staleness_versions_count") == {"delivered": 2.0}
+    assert counts(given, "rollout_sample_staleness_versions_sum") == {"delivered": 6.0}
