@@ -1,8 +1,9 @@
-"""What is broken on purpose, which alerts that must raise, and what is only to be seen then.
+"""What is broken on purpose, and which alerts that must raise.
 
-Owns the faults and their groups, in which they are broken side by side. Never waits for an alert:
-that is the tests'. Invariant: `end` makes good what `begin` and `meanwhile` did, so that the stack
-is well again behind every group.
+Owns the faults and their groups (`PHASES`), in which they are broken side by side; every other
+expression must have an answer without any of them. Never waits for an alert: that is the tests'.
+Invariant: `end` makes good what `begin` and `meanwhile` did, so that the stack is well again behind
+every group.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .processes import Stack
+from .processes import REPLICAS, Stack
 from .trainer import Pace
 
 
@@ -29,18 +30,16 @@ class Fault:
     begin: Callable[[Stack], None]
     end: Callable[[Stack], None]
     meanwhile: Callable[[Stack], None] = nothing
-    """Called again and again while the alerts are waited for."""
-    panels: tuple[str, ...] = ()
-    """Beginnings of names of expressions that have no answer without it."""
+    """Done again and again, in a thread of its own, while the alerts are waited for."""
 
 
 # --- workers -------------------------------------------------------------------------------------
 KILLED, FROZEN = "worker-3", "worker-2"
-FREEZE_S, THAW_S = 4.0, 0.5
-"""Longer than a lease, so that what it leased expires; and time to lease again."""
+FREEZE_S, THAW_S = 2.6, 1.4
+"""Longer than a lease, so that what it leased expires; and time to lease again, and to be seen."""
 
 
-def freeze_again(stack: Stack) -> None:
+def freeze_once(stack: Stack) -> None:
     """Stop a worker for longer than a lease, and let it live for a moment."""
     stack.freeze(FROZEN)
     time.sleep(FREEZE_S)
@@ -49,21 +48,39 @@ def freeze_again(stack: Stack) -> None:
 
 
 def kill_workers(stack: Stack) -> None:
-    """Kill all of them."""
+    """Kill all of them; their name goes, as that of a service without a container does."""
     for number in stack.numbers("worker"):
         stack.kill(f"worker-{number}")
+    stack.name_workers(0)
 
 
 def workers_again(stack: Stack) -> None:
     """Start all of them."""
-    for number in stack.numbers("worker"):
-        stack.again(f"worker-{number}")
+    stack.name_workers(REPLICAS["worker"])
+    stack.again(*(f"worker-{number}" for number in stack.numbers("worker")))
 
 
 # --- engines -------------------------------------------------------------------------------------
 STOPPED = "sim-2"
 NO_GOOD = {"nan": 0.6, "logprobs_wrong": 0.4}
 """Most samples fail, and none that does not says the truth about its log-probs."""
+
+
+def hang_engines(stack: Stack) -> None:
+    """Have no request answered any more."""
+    stack.engines({"hang": 1.0})
+
+
+def race(stack: Stack) -> None:
+    """Change weights many times while a sample runs."""
+    stack.engines({"slow": 1.0})
+    stack.pace(Pace(version_s=0.05))
+
+
+def walk(stack: Stack) -> None:
+    """Do as usual again."""
+    heal_engines(stack)
+    stack.pace(Pace())
 
 
 def heal_engines(stack: Stack) -> None:
@@ -77,20 +94,6 @@ ENOUGH = "6gb"
 JUNK, JUNK_BYTES, JUNK_S = 64, 1 << 20, 600
 
 
-def little_memory(stack: Stack) -> None:
-    """Leave the server a tenth more than it has used."""
-    with stack.operator() as server:
-        used = int(server.info("memory")["used_memory"])
-        server.config_set("maxmemory", str(int(used * 1.08)))
-
-
-def enough_memory(stack: Stack) -> None:
-    """Give the server back what the compose file gives it."""
-    with stack.operator() as server:
-        server.config_set("maxmemory", ENOUGH)
-        server.config_set("maxmemory-policy", "noeviction")
-
-
 def evict(stack: Stack) -> None:
     """Have the server throw away keys that end by themselves: some of ours, none of the run's."""
     with stack.operator() as server:
@@ -102,9 +105,10 @@ def evict(stack: Stack) -> None:
 
 
 def no_junk(stack: Stack) -> None:
-    """Give memory back, and remove what is left."""
-    enough_memory(stack)
+    """Give the server back what the compose file gives it, and remove what is left."""
     with stack.operator() as server:
+        server.config_set("maxmemory", ENOUGH)
+        server.config_set("maxmemory-policy", "noeviction")
         server.delete(*(f"junk:{number}" for number in range(JUNK)))
 
 
@@ -145,7 +149,7 @@ BESIDE_LOAD = (
         frozenset({"EventLoopLag", "LeasesExpiring"}),
         nothing,
         nothing,
-        meanwhile=freeze_again,
+        meanwhile=freeze_once,
     ),
     Fault(
         "somebody changes a count by hand",
@@ -153,27 +157,33 @@ BESIDE_LOAD = (
         lambda stack: miscount(stack, 3),
         lambda stack: miscount(stack, -3),
     ),
-    Fault(
-        "the server has little memory",
-        frozenset({"RedisMemoryHigh"}),
-        little_memory,
-        enough_memory,
-    ),
 )
 OLD = (
     Fault(
         "weights change faster than samples end",
         frozenset({"StalenessHigh"}),
-        lambda stack: (stack.engines({"slow": 1.0}), stack.pace(Pace(version_s=0.05)))[0],
-        lambda stack: (heal_engines(stack), stack.pace(Pace()))[0],
+        race,
+        walk,
     ),
 )
 HUNG = (
     Fault(
         "engines answer nothing any more",
-        frozenset({"Stalled", "TrainerStarved"}),
-        lambda stack: (stack.engines({"hang": 1.0}), stack.pace(Pace(step_s=0.0)))[0],
-        lambda stack: (heal_engines(stack), stack.pace(Pace()))[0],
+        frozenset({"Stalled"}),
+        hang_engines,
+        heal_engines,
+    ),
+    Fault(
+        "a trainer takes more than there is",
+        frozenset({"TrainerStarved"}),
+        lambda stack: stack.pace(Pace(step_s=0.0)),
+        lambda stack: stack.pace(Pace()),
+    ),
+    Fault(
+        "the server has little memory, and is told to evict",
+        frozenset({"RedisMemoryHigh", "RedisEvicting"}),
+        evict,
+        no_junk,
     ),
 )
 GONE = (
@@ -189,10 +199,6 @@ GONE = (
         lambda stack: stack.kill("redis_exporter-1"),
         lambda stack: stack.again("redis_exporter-1"),
     ),
-    Fault(
-        "the server evicts",
-        frozenset({"RedisEvicting"}),
-        evict,
-        no_junk,
-    ),
 )
+PHASES = {"beside load": BESIDE_LOAD, "old": OLD, "hung": HUNG, "gone": GONE}
+FAULTS = tuple(fault for phase in PHASES.values() for fault in phase)

@@ -53,7 +53,7 @@ class NameServer:
         self._thread.start()
 
     def give(self, name: str, addresses: Sequence[str]) -> None:
-        """Have a name mean these addresses from here on."""
+        """Have a name mean these addresses from here on; with none there is no such name."""
         self._addresses[name] = list(addresses)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class NameServer:
         self.asked[name] = self.asked.get(name, 0) + 1
         known = self._addresses.get(name)
         found = known if known and kind == _A else []
-        flags = _NO_SUCH_NAME if known is None else _ANSWER
+        flags = _ANSWER if known else _NO_SUCH_NAME
         header = _HEADER.pack(number, flags, 1, len(found), 0, 0)
         pointer = 0xC000 | _HEADER.size
         records = [

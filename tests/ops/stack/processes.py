@@ -8,49 +8,43 @@ or will not end.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import redis
-import yaml
 
 from examples.demo.children import answers
 from examples.devserver import die_with_parent
-from ops.prometheus.scaling import scaled
-from tests.backstage import wait_until
 from tests.ops.composed import SERVER, Machine, Network, load
 from tests.ops.debian import tools
 
+from . import shorter
 from .monitor import Alertmanager, Prometheus, post
 from .names import NameServer, resolving_by
 from .trainer import Pace
 
-FACTOR = 1 / 60
-"""An hour of the rules is a minute here; scrapes are every `SCRAPE`, far below every window."""
-SCRAPE = "500ms"
 REPLICAS = {"sim": 2, "worker": 3}
 NOT_HERE = {"grafana"}
 """Neither Debian nor PyPI has it; its dashboards' expressions are asked by the tests."""
 READY = {"prometheus": "/-/ready", "alertmanager": "/-/ready", "redis_exporter": "/health"}
 """Where those answer whose images bring tools for their health checks that Debian has not."""
-WAITS = {"group_wait": "100ms", "group_interval": "1s", "repeat_interval": "10m"}
-"""How long Alertmanager gathers before it tells: of no say in whether an alert reaches it."""
 LOAD = {
     "ROLLSTREAM_PRODUCER__CAPACITY_GROUPS": "48",
-    "ROLLSTREAM_WORKER__CONCURRENCY": "32",
-    "ROLLSTREAM_WORKER__LEASE_S": "3",
+    "ROLLSTREAM_WORKER__CONCURRENCY": "8",
+    "ROLLSTREAM_WORKER__LEASE_S": "2",
     "ROLLSTREAM_AGGREGATOR__STOP_AFTER_DROPPED_BATCHES": "0",
     "ROLLSTREAM_TELEMETRY__RESCORE_FRACTION": "0.25",
     "ROLLSTREAM_EXPORTER__INTERVAL_S": "0.25",
 }
 """What the processes are told beside the compose file's environment: a load for two cores, a lease
 that expires within the patience of a test, and a rescore, without which nobody finds a lie."""
-START_S, STOP_S = 90.0, 60.0
+START_S, STOP_S, LOOK_S = 90.0, 60.0, 0.2
 OPERATOR = "user operator on nopass ~* &* +@all\n"
 """Who changes the settings of a running server: no user of the compose file may."""
 
@@ -71,28 +65,31 @@ class Stack(Machine):
             for name in ("prometheus", "promtool", "amtool", "redis_exporter")
         }
         services = {name: one for name, one in load()["services"].items() if name not in NOT_HERE}
-        programs["alertmanager"] = _with_templates(found.alertmanager, folder)
+        programs["alertmanager"] = shorter.with_templates(found.alertmanager, folder)
         super().__init__(services, folder, vocabulary, programs=programs, network=Network())
         self.broken: set[str] = set()
         self.pace_file = folder / "pace.json"
-        self.names: NameServer | None = None
-        self._resolver = self._name_server()
+        self.names = self._name_server()
+        self.name_workers(REPLICAS["worker"])
         self.prometheus = Prometheus(self.address("prometheus"))
         self.alertmanager = Alertmanager(self.address("alertmanager"))
 
-    def _name_server(self) -> bool:
-        """Start the DNS server, where a process can be made to ask it; return whether it is so."""
+    def _name_server(self) -> NameServer | None:
+        """Return a DNS server, where a process can be made to ask it."""
         try:
             server = NameServer(self.network.host("dns"))
         except PermissionError:
-            return False
+            return None
         if resolving_by(server, self.folder, ["true"]) is None:
             server.close()
-            return False
-        self.names = server
-        hosts = [self.network.host("worker", number) for number in self.numbers("worker")]
-        server.give("worker", hosts)
-        return True
+            return None
+        return server
+
+    def name_workers(self, count: int) -> None:
+        """Have the name of the workers mean the first so many of them."""
+        if self.names is not None:
+            hosts = [self.network.host("worker", number) for number in self.numbers("worker")]
+            self.names.give("worker", hosts[:count])
 
     @staticmethod
     def numbers(service: str) -> range:
@@ -115,37 +112,22 @@ class Stack(Machine):
     def mount(self, service: str, number: int = 1) -> None:
         """Copy what it mounts, with time made shorter in what Prometheus and its like read."""
         super().mount(service, number)
-        copies = self.folder / "mounted" / f"{service}-{number}"
+        copies = (self.folder / "mounted" / f"{service}-{number}").rglob("*.y*ml")
         if service == "prometheus":
-            for file in copies.rglob("*.y*ml"):
-                self._adapt(file)
+            for file in copies:
+                shorter.prometheus(file, self.network.port, self._written_down())
         elif service == "alertmanager":
-            for file in copies.rglob("*.y*ml"):
-                file.write_text(yaml.safe_dump(_sooner(yaml.safe_load(file.read_text()))))
-        elif service == "redis":
+            for file in copies:
+                shorter.alertmanager(file)
+        elif service == SERVER:
             with (self.folder / "volumes" / "secrets" / "redis.acl").open("a") as users:
                 users.write(OPERATOR)
 
-    def _adapt(self, file: Path) -> None:
-        loaded = yaml.safe_load(file.read_text())
-        if "groups" in loaded:
-            file.write_text(yaml.safe_dump(scaled(loaded, FACTOR), width=1000))
-        elif "scrape_configs" in loaded:
-            loaded["global"] |= dict.fromkeys(loaded["global"], SCRAPE)
-            for job in loaded["scrape_configs"]:
-                self._find_here(job)
-            file.write_text(yaml.safe_dump(loaded))
-
-    def _find_here(self, job: dict[str, Any]) -> None:
-        """Have a job's names resolved here: by DNS where that can be, else by hand."""
-        for one in job.get("dns_sd_configs", ()):
-            one["port"] = self.network.port(one["port"])
-            one["refresh_interval"] = "1s"
-        if "dns_sd_configs" in job and not self._resolver:
-            (found,) = job.pop("dns_sd_configs")
-            (name,) = found["names"]
-            targets = [self.address(name, number) for number in self.numbers(name)]
-            job["static_configs"] = [{"targets": targets}]
+    def _written_down(self) -> dict[str, list[str]]:
+        """Return the targets of names that nobody can resolve here; none where DNS is asked."""
+        if self.names is not None:
+            return {}
+        return {"worker": [self.address("worker", number) for number in self.numbers("worker")]}
 
     def command(self, service: str, number: int = 1) -> list[str]:
         """Return the very command; Prometheus asks the DNS server of this network."""
@@ -238,12 +220,16 @@ class Stack(Machine):
         self.processes[name].kill()
         self.processes[name].wait()
 
-    def again(self, name: str) -> None:
-        """Start what was killed."""
-        service, _, number = name.rpartition("-")
-        self.start(service, int(number))
-        self.broken.discard(name)
-        self.wait(lambda: self.is_well(service, int(number)), f"{name} is healthy again")
+    def again(self, *names: str) -> None:
+        """Start what was killed, and wait until it is well."""
+        places = [
+            (service, int(number)) for service, _, number in (n.rpartition("-") for n in names)
+        ]
+        for place in places:
+            self.start(*place)
+        self.broken -= set(names)
+        for place in places:
+            self.wait(lambda p=place: self.is_well(*p), f"{place} is healthy again")
 
     def freeze(self, name: str) -> None:
         """SIGSTOP."""
@@ -272,11 +258,17 @@ class Stack(Machine):
 
     # --- looking ---------------------------------------------------------------------------------
     def wait(self, holds: Any, claim: str, timeout_s: float = START_S) -> Any:
-        """Wait until something holds; where it does not, every log's end is in the failure."""
-        try:
-            return wait_until(holds, timeout_s)
-        except AssertionError as error:
-            raise AssertionError(f"{claim}: {error}\n{self.logs()}") from None
+        """Wait until something holds, and return it.
+
+        Raises:
+            AssertionError: it does not; with the end of every process's log.
+        """
+        limit = time.monotonic() + timeout_s
+        while not (value := holds()):
+            if time.monotonic() > limit:
+                raise AssertionError(f"not within {timeout_s:.0f} s: {claim}\n{self.logs()}")
+            time.sleep(LOOK_S)
+        return value
 
     def logs(self, chars: int = 1200) -> str:
         """Return the end of every process's log."""
@@ -297,9 +289,20 @@ class Stack(Machine):
             self.stop()
             if self.names is not None:
                 self.names.close()
+        with contextlib.suppress(AssertionError):
+            self.wait(lambda: not list(self.left_running()), "all have ended", STOP_S)
+        left = list(self.left_running())
+        assert not left, f"still running: {left}"
         assert not gone, f"ended by themselves: {gone}\n{text}"
         assert not self.broken, f"faults that nobody mended: {self.broken}"
         assert set(codes.values()) == {0}, f"exit codes {codes}\n{text}"
+
+    def left_running(self) -> Iterator[tuple[int, str]]:
+        """Yield (pid, command) of every process that runs in the folder, whoever started it."""
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (place / "cwd").readlink().is_relative_to(self.folder):
+                    yield int(place.name), (place / "cmdline").read_bytes().decode(errors="replace")
 
     def _ask_to_stop(self) -> dict[str, int]:
         """Return the exit codes of all; whoever needs others ends before them."""
@@ -323,29 +326,3 @@ class Stack(Machine):
             return self.processes[name].wait()
         # Those of others may simply die of the signal.
         return 0 if code == -signal.SIGTERM and name.rpartition("-")[0] in READY else code
-
-
-def _sooner(settings: Any) -> Any:
-    """Return Alertmanager's configuration with shorter waits, wherever in it they stand."""
-    if isinstance(settings, dict):
-        return {
-            key: WAITS[key] if key in WAITS else _sooner(value) for key, value in settings.items()
-        }
-    return [_sooner(one) for one in settings] if isinstance(settings, list) else settings
-
-
-def _with_templates(program: Path, folder: Path) -> str:
-    """Return an Alertmanager that finds its own templates in the folder that it is started in.
-
-    Debian's looks for them in /usr/share and nowhere else, where only an installed package is.
-    """
-    own = b"/usr/share/prometheus/alertmanager"
-    templates = program.parents[2] / own.decode().lstrip("/")
-    if Path(own.decode()).is_dir() or not templates.is_dir():
-        return str(program)
-    for file in templates.glob("*.tmpl"):
-        shutil.copy(file, folder)
-    copy = folder / program.name
-    copy.write_bytes(program.read_bytes().replace(own, b"./" * (len(own) // 2)))
-    copy.chmod(0o755)
-    return str(copy)

@@ -6,6 +6,7 @@ moment. Never breaks or mends anything. Invariant: what was seen once stays seen
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from .expressions import Expression, problem
@@ -28,6 +29,7 @@ class Watch:
 
     def forget(self) -> None:
         """Begin anew."""
+        self.since_unix_s = time.time()
         self.fired: set[str] = set()
         self.told: set[str] = set()
         self.answered: set[str] = set()
@@ -35,7 +37,10 @@ class Watch:
 
     def look(self) -> None:
         """Look at the alerts once."""
-        self.fired |= self._prometheus.firing()
+        since_s = time.time() - self.since_unix_s
+        asked = f'count_over_time(ALERTS{{alertstate="firing"}}[{since_s:.0f}s])'
+        if since_s >= 1:
+            self.fired |= {one.labels["alertname"] for one in self._prometheus.query(asked)}
         self.told |= set(self._alertmanager.alerts())
 
     def ask(self, expressions: Iterable[Expression]) -> None:
