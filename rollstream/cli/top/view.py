@@ -78,14 +78,13 @@ def _verdict(record: Mapping[str, Any]) -> Panel:
                  padding=(0, 1))  # fmt: skip
 
 
-def _section(title: str, rows: list[Row]) -> Table:
+def _section(title: str, rows: list[Row]) -> Group:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=NAME_WIDTH, style=DIM)
     table.add_column(overflow="fold")
-    table.add_row(Text(title, style="bold underline"), Text())
     for name, value in rows:
         table.add_row(name, value)
-    return table
+    return Group(Text(), Text(title, style="bold cyan"), table)
 
 
 # --- what is where -------------------------------------------------------------------------------
@@ -133,7 +132,8 @@ def _right(record: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
     ]
     sections = [("who", who), (f"last {record['window_s']:.0f} s", reasons)]
     if record["newest_group"] is not None:
-        sections.append((f"group {record['newest_group']['group']}", _spans(record)))
+        name = record["newest_group"]["group"]
+        sections.append((f"a sample of group {name}", _spans(record)))
     return sections
 
 
@@ -169,8 +169,9 @@ def _spans(record: Mapping[str, Any]) -> list[Row]:
     longest = max(seconds.values(), default=0.0) or 1.0
     rows: list[Row] = []
     for name, took in seconds.items():
-        bar = Text("█" * max(1, round(BAR * took / longest)), style=_SPAN_STYLES.get(name, ""))
-        rows.append((name, bar.append(f" {took / newest['samples']:.2f} s", style="default")))
+        bar = Text("█" * round(BAR * took / longest), style=_SPAN_STYLES.get(name, ""))
+        gap = " " if bar else ""
+        rows.append((name, bar.append(f"{gap}{took / newest['samples']:.2f} s", style="default")))
     if newest["tokens_per_s"] is not None:
         rows.append(("speed", Text(f"{newest['tokens_per_s']:.0f} tokens/s a sample")))
     return rows
