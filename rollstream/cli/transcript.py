@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from rollstream.cli.gather import GroupFacts, MemberFacts
 from rollstream.cli.html.escape import shortened, visible
+from rollstream.cli.html.members import plain
 from rollstream.cli.turns import ASSISTANT, Decode, Said, Story, parts_of, tell
 from rollstream.cli.view import in_colour
 
@@ -33,7 +34,7 @@ def print_turns(group: GroupFacts, decode: Decode | None) -> None:
 
 
 def _member(member: MemberFacts, decode: Decode | None) -> Iterator[Line]:
-    reward = "" if member.reward is None else f", reward {member.reward}"
+    reward = "" if member.reward is None else f", reward {plain(member.reward)}"
     yield "head", f"\nmember {member.member}: {member.status}{reward}"
     if member.error:
         yield "error", f"  {member.error}"

@@ -195,6 +195,6 @@ class DebugTable(Table):
     """What is recorded for people."""
 
     messages: bool = False
-    """Keep the messages of every sample in its metadata."""
+    """Keep the conversation of every sample in its `metadata["messages"]`, a megabyte at most."""
     wire_dir: Path | None = None
     """Every engine request and reply is kept here byte for byte, for the auditor."""

@@ -166,15 +166,16 @@ async def test_result_over_the_limit_never_reaches_redis_and_its_group_says_why(
 def test_drop_keeps_what_befell_every_member_of_a_usual_group_and_says_where_it_was_cut(
     bench: Bench,
 ) -> None:
-    for group_index, text in enumerate(("it broke", "x" * 2000)):
-        bench.enqueue(group_index, n=64)
+    for group_index, (text, n) in enumerate((("it broke", 64), ("x" * 2000, 200))):
+        bench.enqueue(group_index, n=n)
         for lease in lease_all(bench):
             bench.call(calls.fail(lease, Report.FINAL, MemberReason.ENGINE_ERROR, text))
         (entry,) = bench.queue.read_full("a", count=2, block_s=0)
         bench.judge(entry, DropReason.SHORT_GROUP)
     long, usual = bench.queue.past()
     assert usual["errors"] == [("engine_error", "it broke")] * 64
-    texts = [len(text) for _, text in long["errors"]]
+    assert None not in long["errors"], "members that were cut off are not told as unfinished"
+    texts = [len(error[1]) for error in long["errors"] if error]
     assert texts[0] == 2000
     assert 8 <= len(texts) < 64
     assert sum(texts) <= 16_384

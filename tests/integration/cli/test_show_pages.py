@@ -15,8 +15,9 @@ from rollstream.cli.reasons import MEANS
 from rollstream.errors import DropReason, MemberReason, Report
 from rollstream.queue import calls
 from rollstream.sample import Sample, Span
+from rollstream.wire import encode_prompt, rewarded_header
 from tests.backstage import Backstage
-from tests.builders import a_sample
+from tests.builders import a_prompt, a_sample
 from tests.toy import A1, A2, O1, P0, write_toy_tokenizer
 
 Show = Callable[..., tuple[int, str, str]]
@@ -83,7 +84,7 @@ def test_text_has_the_turns_of_members_that_ended_and_says_where_the_others_are(
         assert told in lines, told
     code, out, err = show("7", "--text", "--members", "1,3")
     assert [line for line in out.splitlines() if line.startswith("member ")] == [
-        "member 1: completed, reward 1.0",
+        "member 1: completed, reward 1",
         "member 3: leased",
     ]
 
@@ -143,10 +144,22 @@ def test_a_member_that_cannot_be_read_is_told_and_the_others_are_shown(
     assert show("7", "--html", str(tmp_path / "x.html"))[0] == 0
 
 
-def test_an_evaluations_group_has_a_page(run: Backstage, show: Show, tmp_path: Path) -> None:
-    from rollstream.wire import encode_prompt
-    from tests.builders import a_prompt
+def test_the_reward_is_the_one_that_the_group_was_judged_with(
+    run: Backstage, show: Show, tmp_path: Path
+) -> None:
+    run.enqueue(7, n=1)
+    run.complete(run.lease(), lambda g, m: a_talk(g, m, reward=None))
+    (entry,) = run.queue.read_full("judge", count=2, block_s=0)
+    (stored,) = run.queue.headers([entry])
+    assert stored.headers[0] is not None
+    headers = {0: rewarded_header(stored.headers[0], {"group": 0.25})}
+    run.queue.call(calls.verdict("7", entry.message_id, headers=headers))
+    assert 'member 0: completed, reward {"group": 0.25}' in show("7", "--text")[1]
+    show("7", "--html", str(tmp_path / "x.html"))
+    assert "{&quot;group&quot;: 0.25}" in (tmp_path / "x.html").read_text()
 
+
+def test_an_evaluations_group_has_a_page(run: Backstage, show: Show, tmp_path: Path) -> None:
     name = "e:1:0"
     run.queue.call(calls.enqueue(name, 1, encode_prompt(a_prompt(0, 1)), timeout_ms=60_000))
     code, _, err = show(name, "--html", str(tmp_path / "x.html"))

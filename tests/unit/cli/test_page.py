@@ -201,6 +201,15 @@ def test_the_page_says_everything_that_is_known_of_a_group_and_its_members() -> 
         assert said in text, said
 
 
+def test_a_call_that_ran_is_told_from_one_that_did_not() -> None:
+    calls = [{"turn": 0, "name": "first", "arguments": "{}", "executed": True},
+             {"turn": 0, "name": "last", "arguments": '{"a": 1}', "executed": False}]  # fmt: skip
+    sample = a_sample(7, 0, metadata={"tool_calls": calls})
+    text = Parsed(rendered(of_finished(a_group(7, [sample]), "d"))).text
+    assert "ran first{}" in text
+    assert 'not run last{"a": 1}' in text
+
+
 def test_the_strip_has_every_token_exactly() -> None:
     turns = (((4, 5), (6, 7)), ((8,), ()))
     sample = a_sample(7, 0, turns=turns, versions=[2, 5])

@@ -61,7 +61,7 @@ def test_turns_are_plain_without_a_terminal_and_with_no_color(
     assert "\x1b" not in text
     lines = [line for line in text.splitlines() if line]
     assert lines == [
-        "member 0: completed, reward 1.0",
+        "member 0: completed, reward 1",
         "  text: the messages that [debug] messages kept",
         "[user]",
         "[red]markup[/red] ⟨U+001B⟩[2J </x> ⟨U+202E⟩",
