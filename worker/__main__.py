@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 def main(loaded: Loaded) -> None:
     """Run one worker until it is stopped or its run is over."""
-    from rollstream.logs import configure
+    from rollstream.logs import bind_process, configure
 
     from .process.mainloop import run
 
     settings = loaded.settings
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
+    bind_process(run=settings.run.name)
     loading = None if settings.worker.role == "aggregator" else _load_in_thread(settings)
     run(_serve(settings, loading))
 

@@ -119,7 +119,7 @@ class Worker:
             RunFailed: the run was ended as failed.
             Stalled: user functions used up this process; another one in its place can go on.
         """
-        bind_process(run=self._settings.run.name, incarnation=self.incarnation)
+        bind_process(incarnation=self.incarnation)
         async with self._closing:
             self._watch_signals()
             try:
