@@ -37,6 +37,7 @@ A_SECOND = 64
 """Samples between two flushes."""
 SECONDS, ROUNDS = 8, 41
 VERSION = 7
+ATTEMPT = {"attempt_start": 1e9, "gen_start": 1e9, "attempt_end": 1e9 + 60}
 PARTS = ("spans", "ended", "judged", "flush")
 BUDGET_US = 8.0
 
@@ -54,7 +55,7 @@ def a_sample() -> Sample:
         sample.loss_mask[start - PROMPT : end - PROMPT] = 1
         versions = [(VERSION - 1, start, end)]
         sample.calls.append(Call(f"{turn:032x}", "http://e", start, end, "stop", versions))
-    sample.metadata |= {"tool_calls_ok": TURNS - 1, "attempt": {}, "final_text": "7"}
+    sample.metadata |= {"tool_calls_ok": TURNS - 1, "attempt": ATTEMPT, "final_text": "7"}
     sample.prefix_cache_info.total_prompt_tokens = 9000
     sample.prefix_cache_info.cached_tokens = 7000
     sample.finish(StopReason.STOP, Status.COMPLETED)

@@ -51,6 +51,7 @@ EXPORTER_ENV_LABELS = 24
 SECONDS_BUCKETS = (
     .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1200, 1800, 3600,
 )  # fmt: skip
+TRAJECTORY_BUCKETS = (0.5, 2.5, 10, 40, 160, 640, 1800, 3600)
 TOKEN_BUCKETS = tuple(64 * 4**power for power in range(7))
 TURN_BUCKETS = (1, 3, 10, 30, 100)
 STALENESS_BUCKETS = (0, 1, 2, 4, 8)
@@ -61,7 +62,7 @@ ALL, DELIVERED = VIEWS = ("all", "delivered")
 OK = "ok"
 SPANS = ("queue_wait", "generate", "tool", "reward", "merge", "submit", "group_wait")
 TOKEN_KINDS = ("prompt", "cached", "sampled", "tool", "trainable", "discarded")
-ENGINES = ("0", "1", "2", "3")
+ENGINES = ("0", "1", "2")
 """Engines with series of their own. Engines join and leave, so a label is a place, which the next
 one takes when one has left; `rollout_engines` counts all."""
 ENGINE_OUTCOMES = ("stop", "length", "abort", "unavailable", "timeout", "refused", "fault")
@@ -193,6 +194,11 @@ _TRAJECTORIES = (
         "histogram", "span_duration_seconds",
         "Parts of trajectories, also of those that failed or were cancelled",
         span=SPANS, buckets=SECONDS_BUCKETS,
+    ),
+    _spec(
+        "histogram", "trajectory_seconds",
+        "Time of an attempt of a sample, from its lease to its ending, well or badly",
+        buckets=TRAJECTORY_BUCKETS,
     ),
     _spec(
         "counter", "other_span_seconds_total",

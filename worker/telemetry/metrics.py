@@ -87,25 +87,20 @@ class Metrics:
         self._totals = Totals()
 
     def _bind_readings(self) -> None:
-        registry = self.registry
-        spans = registry.histograms("rollout_span_duration_seconds")
-        of_spans = {name: Readings(spans[name], catalog.SECONDS_BUCKETS) for name in spans}
-        self._span_values = {name: readings.values for name, readings in of_spans.items()}
-        self._lags = Readings(
-            registry.histogram("rollout_event_loop_lag_seconds"), catalog.LAG_BUCKETS
-        )
-        self._differences = Readings(
-            registry.histogram("rollout_logprob_difference"), catalog.DIFFERENCE_BUCKETS
-        )
-        self._stalenesses = Readings(
-            registry.histogram("rollout_sample_staleness_versions", ALL), catalog.STALENESS_BUCKETS
-        )
-        self._turn_counts = Readings(
-            registry.histogram("rollout_sample_turns", ALL), catalog.TURN_BUCKETS
-        )
-        self._readings = (
-            *of_spans.values(), self._lags, self._differences, self._stalenesses, self._turn_counts,
-        )  # fmt: skip
+        self._readings: list[Readings] = []
+        self._span_values = self._readings_of("rollout_span_duration_seconds")
+        (self._lags,) = self._readings_of("rollout_event_loop_lag_seconds").values()
+        (self._differences,) = self._readings_of("rollout_logprob_difference").values()
+        self._stalenesses = self._readings_of("rollout_sample_staleness_versions")[ALL]
+        (self._turn_counts,) = self._readings_of("rollout_sample_turns").values()
+        (self._trajectories,) = self._readings_of("rollout_trajectory_seconds").values()
+
+    def _readings_of(self, name: str) -> dict[str, list[float]]:
+        """Return what values of a histogram are appended to, by its label; "" where it has none."""
+        children = self.registry.by_labels(name)
+        readings = Readings(list(children.values()), catalog.spec_of(name).buckets)
+        self._readings.append(readings)
+        return {"".join(key): values for key, values in zip(children, readings.values, strict=True)}
 
     # --- the hot path ----------------------------------------------------------------------------
     def sample_ended(
@@ -152,10 +147,14 @@ class Metrics:
         else:
             tokens["trainable"] += counted.trainable
             if version >= 0 and counted.oldest >= 0:
-                self._stalenesses.values.append(max(0, version - counted.oldest))
+                self._stalenesses.append(max(0, version - counted.oldest))
             if counted.turns and STATUS_OF[reason] in _ENDED_WELL:
-                self._turn_counts.values.append(counted.turns)
-        self.outcomes.tool_calls(leaves[0].metadata)
+                self._turn_counts.append(counted.turns)
+        metadata = leaves[0].metadata
+        times = metadata.get("attempt")
+        if times:
+            self._trajectories.append(times["attempt_end"] - times["attempt_start"])
+        self.outcomes.tool_calls(metadata)
         for leaf in leaves:
             diverged = leaf.metadata.get("divergences")
             if diverged:
@@ -190,11 +189,11 @@ class Metrics:
 
     def differences(self, values: Iterable[float]) -> None:
         """Keep the absolute differences of one rescored sample until the next flush."""
-        self._differences.values += values
+        self._differences += values
 
     def staleness(self, versions: int) -> None:
         """Keep how many versions old one ended trajectory is until the next flush."""
-        self._stalenesses.values.append(max(0, versions))
+        self._stalenesses.append(max(0, versions))
 
     def span(self, name: str, duration_s: float) -> None:
         """Keep one duration until the next flush; of a user's own name it counts as `other`."""
@@ -222,7 +221,7 @@ class Metrics:
 
     def lag(self, seconds: float) -> None:
         """Keep one reading of how late the loop was."""
-        self._lags.values.append(max(0.0, seconds))
+        self._lags.append(max(0.0, seconds))
 
     # --- once a second ---------------------------------------------------------------------------
     def flush(self) -> None:

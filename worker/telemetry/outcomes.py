@@ -49,10 +49,12 @@ class OutcomeMetrics:
             for view in VIEWS
         }
         lengths = registry.histograms("rollout_sample_tokens")
-        self._lengths = {view: Readings(lengths[view], TOKEN_BUCKETS) for view in VIEWS}
+        self._lengths = Readings([lengths[view] for view in VIEWS], TOKEN_BUCKETS)
+        self._lengths_of = dict(zip(VIEWS, self._lengths.values, strict=True))
         self._staleness = Readings(
-            registry.histogram("rollout_sample_staleness_versions", DELIVERED), STALENESS_BUCKETS
+            [registry.histogram("rollout_sample_staleness_versions", DELIVERED)], STALENESS_BUCKETS
         )
+        (self._ages,) = self._staleness.values
         self._tools = registry.counters("rollout_tool_calls_total")
         self._troubles = registry.counters("rollout_reward_errors_total")
         self._sums = {key: [0.0, 0.0, 0.0] for key in self._rewards}
@@ -85,7 +87,7 @@ class OutcomeMetrics:
                 self._add_ages(usable, version)
 
     def _add(self, env: str, view: str, members: Sequence[MemberView]) -> None:
-        lengths, sums = self._lengths[view].values, self._sums[env, view]
+        lengths, sums = self._lengths_of[view], self._sums[env, view]
         for member in members:
             leaves = member.header.leaves if member.header is not None else ()
             lengths.append(sum([leaf.response_length for leaf in leaves]))
@@ -102,7 +104,7 @@ class OutcomeMetrics:
             leaves = member.header.leaves if member.header is not None else ()
             oldest = [leaf.versions[0] for leaf in leaves if leaf.versions is not None]
             if oldest:
-                self._staleness.values.append(max(0, version - min(oldest)))
+                self._ages.append(max(0, version - min(oldest)))
 
     def reward_error(self, detail: str) -> None:
         """Count one verdict that could not be had."""
@@ -125,8 +127,7 @@ class OutcomeMetrics:
                 if value:
                     child.inc(value)
             sums[:] = (0.0, 0.0, 0.0)
-        for lengths in self._lengths.values():
-            lengths.flush()
+        self._lengths.flush()
         self._staleness.flush()
         move(self._calls, self._tools)
         move(self._errors, self._troubles)

@@ -20,41 +20,52 @@ MOST = 1e12
 
 
 class Readings:
-    """Values of one histogram since the last flush.
+    """Values of the children of one histogram since the last flush.
 
     Attributes:
-        values: to be appended to. Always the same list.
+        values: a list for each child, to be appended to; always the same lists.
     """
 
-    __slots__ = ("_buckets", "_child", "values")
+    __slots__ = ("_buckets", "_edges", "_sums", "values")
 
-    def __init__(self, child: prom.Histogram, buckets: Sequence[float]) -> None:
-        self._child, self._buckets = child, np.array(buckets, dtype=np.float64)
-        self.values: list[float] = []
+    def __init__(self, children: Sequence[prom.Histogram], edges: Sequence[float]) -> None:
+        self._edges = np.array(edges, dtype=np.float64)
+        # A histogram of prometheus-client keeps a count per bucket, not yet summed up.
+        self._buckets = [bucket for child in children for bucket in child._buckets]
+        self._sums = [child._sum for child in children]
+        self.values: list[list[float]] = [[] for _ in children]
 
     def flush(self) -> None:
         """Observe all values at once: one search, where `observe` costs 0.8 µs for each.
 
-        A histogram of prometheus-client keeps a count per bucket, not yet summed up.
-
         Raises:
-            TypeError: something among them is no number at all; so ValueError.
+            TypeError: something among them is no number, and was left out; so ValueError.
         """
-        if not self.values:
+        kept = [values.copy() for values in self.values]
+        for values in self.values:
+            values.clear()
+        try:
+            self._observe(kept)
+        except (TypeError, ValueError):
+            self._observe([[v for v in some if isinstance(v, (int, float))] for some in kept])
+            raise
+
+    def _observe(self, kept: Sequence[list[float]]) -> None:
+        values = np.array([value for some in kept for value in some], dtype=np.float64)
+        if not len(values):
             return
-        kept = self.values.copy()
-        self.values.clear()
-        values = np.array(kept, dtype=np.float64)
-        total = float(values.sum())
-        if not (total <= MOST and values.min() >= 0.0):  # of NaN neither is true
+        if not (values.min() >= 0.0 and values.max() <= MOST):  # of NaN neither is true
             values = np.clip(np.nan_to_num(values, nan=0.0, posinf=MOST), 0.0, MOST)
-            total = float(values.sum())
-        found = np.searchsorted(self._buckets, values)
-        counts = np.bincount(found, minlength=len(self._buckets) + 1)
-        for bucket, count in zip(self._child._buckets, counts.tolist(), strict=True):
-            if count:
-                bucket.inc(count)
-        self._child._sum.inc(total)
+        whose = np.repeat(np.arange(len(kept)), [len(some) for some in kept])
+        found = np.searchsorted(self._edges, values) + whose * (len(self._edges) + 1)
+        counts = np.bincount(found)
+        for place in counts.nonzero()[0].tolist():
+            self._buckets[place].inc(int(counts[place]))
+        for total, seconds in zip(
+            self._sums, np.bincount(whose, values, len(kept)).tolist(), strict=True
+        ):
+            if seconds:
+                total.inc(seconds)
 
 
 def tally_of(children: Mapping[K, prom.Counter]) -> dict[K, int]:

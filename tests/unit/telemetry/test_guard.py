@@ -64,12 +64,13 @@ def test_a_sample_that_cannot_be_counted_has_ended_all_the_same(
     assert shown(metrics, 'rollout_turns_total{env="default"}') >= 1
 
 
-def test_a_duration_that_is_no_number_costs_only_those_beside_it(metrics: Metrics) -> None:
-    ended(metrics, with_spans(Span("tool", 0, 1.0, "long"), Span("reward", 0, 1.0, 2.0)))  # type: ignore[arg-type]
+def test_a_duration_that_is_no_number_costs_none_beside_it(metrics: Metrics) -> None:
+    bad = Span("tool", 0, 1.0, "long")  # type: ignore[arg-type]
+    ended(metrics, with_spans(bad, Span("tool", 1, 1.0, 2.0), Span("reward", 0, 1.0, 2.0)))
     assert shown(metrics, 'rollout_span_duration_seconds_count{span="reward"}') == 1
-    assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 0
+    assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 1
     ended(metrics, with_spans(Span("tool", 0, 1.0, 2.0)))
-    assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 1, "for ever"
+    assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 2
     assert shown(metrics, "rollout_telemetry_failures_total") == 1
 
 
@@ -111,7 +112,7 @@ def test_what_breaks_while_it_is_counted_piles_nothing_up(
     monkeypatch.setattr(metrics.outcomes, "flush", broken)
     ended(metrics, with_spans(Span("tool", 0, 1.0, 2.0)))
     metrics.flush()
-    assert [readings.values for readings in metrics._readings if readings.values] == []
+    assert [values for readings in metrics._readings for values in readings.values if values] == []
     assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 1
 
 

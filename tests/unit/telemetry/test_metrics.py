@@ -227,7 +227,7 @@ def test_an_engine_in_a_place_that_was_anothers_adds_to_its_counts() -> None:
 def test_engines_are_counted_by_state_also_beyond_the_places() -> None:
     given = metrics()
     engines = [an_engine(i, f"http://{i}", state=State.UP) for i in range(20)]
-    engines[3].state = engines[17].state = State.PAUSED
+    engines[1].state = engines[17].state = State.PAUSED
     engines[2].state, engines[2].lag, engines[2].limit = State.BEHIND, 4, 64
     publish(given, *engines)
     text = text_of(given)
@@ -236,7 +236,7 @@ def test_engines_are_counted_by_state_also_beyond_the_places() -> None:
         assert f'rollout_engines{{state="{state}"}} {count}.0' in text
     assert 'rollout_engine_version_lag{engine="2"} 4.0' in text
     assert 'rollout_engine_limit{engine="2"} 64.0' in text
-    assert 'rollout_engine_up{engine="3"} 1.0' in text  # paused is not dead
+    assert 'rollout_engine_up{engine="1"} 1.0' in text  # paused is not dead
     assert 'engine="17"' not in text
 
 
@@ -405,6 +405,21 @@ def test_turns_are_those_of_trajectories_that_were_completed_or_cut() -> None:
     assert 'rollout_sample_turns_sum{kind="all"} 4.0' in text
     assert 'rollout_sample_turns_bucket{kind="all",le="1.0"} 0.0' in text
     assert 'rollout_sample_turns_bucket{kind="all",le="3.0"} 2.0' in text
+
+
+def test_time_of_a_trajectory_is_that_of_its_attempt_however_it_ended() -> None:
+    given = metrics()
+    for reason, seconds in ((StopReason.STOP, 3.0), (StopReason.TOOL_ERROR, 60.0)):
+        leaves = [a_sample(), a_sample()]
+        leaves[0].metadata["attempt"] = {"attempt_start": 1e9, "attempt_end": 1e9 + seconds}
+        given.sample_ended("env0", reason, leaves, delivered=reason is StopReason.STOP)
+    given.sample_ended("env0", StopReason.STOP, [a_sample()], delivered=True)  # nobody says when
+    text = text_of(given)
+    assert "rollout_trajectory_seconds_count 2.0" in text
+    assert "rollout_trajectory_seconds_sum 63.0" in text
+    assert 'rollout_trajectory_seconds_bucket{le="2.5"} 0.0' in text
+    assert 'rollout_trajectory_seconds_bucket{le="10.0"} 1.0' in text
+    assert "rollout_telemetry_failures_total 0.0" in text
 
 
 def test_a_trajectory_of_many_leaves_has_one_age_and_one_number_of_turns() -> None:
