@@ -159,10 +159,10 @@ _LOST = (
 
 _TIME = (
     Panel(
-        "Time of a turn", "s", "From the request to the engine's last token.",
+        "Time of a trajectory", "s",
+        "From its lease to its end, well or badly; waiting before and behind it is not in it.",
         [
-            Query(quantile(q, "rollout_span_duration_seconds", where='span="generate"'), f"p{q:g}")
-            for q in (0.5, 0.95)
+            Query(quantile(q, "rollout_trajectory_seconds"), f"p{q * 100:g}") for q in (0.5, 0.95)
         ],
     ),
     Panel(

@@ -104,7 +104,8 @@ def test_overview_has_every_panel_that_was_asked_for() -> None:
     wanted = {
         "Groups", "Trajectories", "Trainable tokens", "In flight against the limit",
         "Samples that wait or run", "Groups that wait", "Trainer waits",
-        "Trajectories aborted or failed", "Groups dropped", "Age in weight versions",
+        "Trajectories aborted or failed", "Groups dropped", "Time of a trajectory",
+        "Age in weight versions",
         "Where the time of a trajectory goes", "Trajectories by status", "Length of responses",
         "Length of responses that the trainer gets",
     }  # fmt: skip
