@@ -19,13 +19,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from rollstream.errors import StreamError
+from rollstream.group import INDEX_STRIDE
 from rollstream.queue import calls
 from rollstream.queue.reads import RunInfo
+from rollstream.sample import Sample
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage
 from tests.builders import a_sample
@@ -151,9 +152,15 @@ def module_of(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
+def told(group_index: int, member: int) -> Sample:
+    """Two calls and what a tool said between them; every member is told apart by its tokens."""
+    turns = (((40 + member, 5), (7, 7, 7)), ((8,), ()))
+    return a_sample(group_index, member, prompt_ids=(10 + group_index, 2), turns=turns)
+
+
 def finish(backstage: Backstage, num_groups: int) -> None:
     """Have groups ready, and nobody alive who would have to obey a pause."""
-    backstage.finish(*range(num_groups))
+    backstage.finish(*range(num_groups), make=told)
     backstage.queue.call(calls.present("worker", backstage.worker, leaving=True))
 
 
@@ -178,7 +185,7 @@ def test_rollout_function_of_the_page_feeds_slime_and_miles(
     assert [len(group) for group in first.samples] == [2, 2]
     for group in first.samples:
         for given in group:
-            ours = a_sample(given.group_index, given.index % 4096)
+            ours = told(given.group_index, given.index % INDEX_STRIDE)
             assert given.tokens == ours.tokens.tolist()
             assert given.loss_mask == ours.loss_mask.tolist()
             assert given.rollout_log_probs == ours.rollout_log_probs.tolist()
@@ -223,15 +230,19 @@ def test_rollout_function_of_the_page_feeds_trl(
     prompts = [""] * 4
     first = module["rollout"](prompts, trainer)
     assert {"prompt_ids", "completion_ids", "logprobs"} <= first.keys()
-    assert all(len(values) == len(prompts) for values in first.values())
-    order = []
-    for row in range(4):
-        length = len(first["completion_ids"][row])
-        assert len(first["logprobs"][row]) == len(first["env_mask"][row]) == length
-        assert np.isfinite(first["verdict"][row])
-        order.append(tuple(first["prompt_ids"][row]))
-    assert order[0] == order[1], "members of a group stand together"
-    assert order[2] == order[3]
+    assert {len(values) for values in first.values()} == {len(prompts)}
+    keys = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "verdict")
+    rows = list(zip(*(first[key] for key in keys), strict=True))
+    members = [(ids[0] - 10, completion[0] - 40) for ids, completion, *_ in rows]
+    assert members[0][0] == members[1][0] != members[2][0] == members[3][0], "whole groups in a row"
+    for (group, member), row in zip(members, rows, strict=True):
+        ours = told(group, member)
+        prompt, completion, log_probs, mask, verdict = row
+        assert [*prompt, *completion] == ours.tokens.tolist()
+        assert len(prompt) == 2
+        assert mask == ours.loss_mask.tolist() == [1, 1, 0, 0, 0, 1]
+        assert log_probs == ours.rollout_log_probs.tolist()
+        assert verdict == ours.reward
     assert module["reward"]([None] * 4, **first | {"prompts": prompts}) == first["verdict"]
     assert pushed == []
     with pytest.raises(StreamError, match="not acked"):
