@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import prometheus_client as prom
 
 K = TypeVar("K")
@@ -39,31 +40,30 @@ class Readings:
         """Observe all values at once: one search, where `observe` costs 0.8 µs for each.
 
         Raises:
-            TypeError: something among them is no number, and was left out; so ValueError.
+            TypeError: something among them is no number, and counts as 0; so ValueError.
         """
-        kept = [values.copy() for values in self.values]
+        sizes, kept = [len(values) for values in self.values], list[float]()
         for values in self.values:
+            kept += values
             values.clear()
+        if not kept:
+            return
         try:
-            self._observe(kept)
+            self._observe(np.array(kept, dtype=np.float64), sizes)
         except (TypeError, ValueError):
-            self._observe([[v for v in some if isinstance(v, (int, float))] for some in kept])
+            numbers = [value if isinstance(value, (int, float)) else 0.0 for value in kept]
+            self._observe(np.array(numbers, dtype=np.float64), sizes)
             raise
 
-    def _observe(self, kept: Sequence[list[float]]) -> None:
-        values = np.array([value for some in kept for value in some], dtype=np.float64)
-        if not len(values):
-            return
+    def _observe(self, values: npt.NDArray[np.float64], sizes: Sequence[int]) -> None:
         if not (values.min() >= 0.0 and values.max() <= MOST):  # of NaN neither is true
             values = np.clip(np.nan_to_num(values, nan=0.0, posinf=MOST), 0.0, MOST)
-        whose = np.repeat(np.arange(len(kept)), [len(some) for some in kept])
-        found = np.searchsorted(self._edges, values) + whose * (len(self._edges) + 1)
-        counts = np.bincount(found)
-        for place in counts.nonzero()[0].tolist():
-            self._buckets[place].inc(int(counts[place]))
-        for total, seconds in zip(
-            self._sums, np.bincount(whose, values, len(kept)).tolist(), strict=True
-        ):
+        whose = np.repeat(np.arange(len(sizes)), sizes)
+        counts = np.bincount(self._edges.searchsorted(values) + whose * (len(self._edges) + 1))
+        for bucket, count in zip(self._buckets, counts.tolist(), strict=False):
+            if count:
+                bucket.inc(count)
+        for total, seconds in zip(self._sums, np.bincount(whose, values).tolist(), strict=False):
             if seconds:
                 total.inc(seconds)
 

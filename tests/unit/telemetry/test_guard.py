@@ -68,9 +68,9 @@ def test_a_duration_that_is_no_number_costs_none_beside_it(metrics: Metrics) -> 
     bad = Span("tool", 0, 1.0, "long")  # type: ignore[arg-type]
     ended(metrics, with_spans(bad, Span("tool", 1, 1.0, 2.0), Span("reward", 0, 1.0, 2.0)))
     assert shown(metrics, 'rollout_span_duration_seconds_count{span="reward"}') == 1
-    assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 1
+    assert shown(metrics, 'rollout_span_duration_seconds_sum{span="tool"}') == 2
     ended(metrics, with_spans(Span("tool", 0, 1.0, 2.0)))
-    assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 2
+    assert shown(metrics, 'rollout_span_duration_seconds_sum{span="tool"}') == 4
     assert shown(metrics, "rollout_telemetry_failures_total") == 1
 
 
