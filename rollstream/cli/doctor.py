@@ -19,7 +19,16 @@ from rollstream import health
 from rollstream.cli.engine_check import engine_findings
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.logprobs import rescored, table
+from rollstream.cli.parts_check import (
+    abouts_of,
+    exporter_findings,
+    needs_verifier,
+    tokenizer_findings,
+    verifier_findings,
+    version_findings,
+)
 from rollstream.cli.reach import no_run, queue_of, reached, url_of
+from rollstream.cli.rights import right_findings
 from rollstream.cli.view import print_json
 from rollstream.errors import ConfigError, RunMismatch
 from rollstream.health import NOTE, Finding
@@ -71,6 +80,7 @@ def doctor(args: argparse.Namespace) -> int:
     try:
         with reached(args, url, name) as queue:
             _server(queue, report)
+            report.findings += right_findings(queue, is_named=bool(name))
             if name:
                 run = _run(queue, report)
             else:
@@ -87,6 +97,7 @@ def doctor(args: argparse.Namespace) -> int:
     if settings is not None:
         _engines(settings, args, report, *run)
         _jobs(settings, url, args, report)
+        _parts(settings, args, report)
     return _tell(report, args)
 
 
@@ -219,8 +230,10 @@ def _run(queue: BlockingQueue, report: Report) -> tuple[RunInfo | None, list[Eng
                        "again in a new run with the trainer's checkpoint")  # fmt: skip
     if info.state in _ENDED:
         return None, []
-    for missing in _missing(info, depths, alive, audit.live):
-        report.findings.append(missing)
+    report.findings += _missing(info, depths, alive, audit.live)
+    names = {name for of_role in alive.values() for name in of_role}
+    report.facts["run"]["versions"], findings = version_findings(abouts_of(queue, names))
+    report.findings += findings
     return info, confirmed.engine_views(confirmed.live(queue.confirmations(), info.lease_s))
 
 
@@ -288,12 +301,14 @@ def _engines(
 
 
 def _jobs(settings: Settings, url: str, args: argparse.Namespace, report: Report) -> None:
-    if not any(_is_isolated(settings)):
+    envs = needs_verifier(settings)
+    if not envs:
         return
     jobs = settings.rq.url.get_secret_value() if settings.rq.url is not None else url
     try:
         with reached(args, jobs, "") as queue:
             about: Any = queue.client.info("cluster")
+            alive, missing = verifier_findings(queue, envs)
     except (CommandError, RedisError) as error:
         report.problem("rq", f"the server of isolated rewards' jobs: {scrub(str(error))}",
                        "their samples fail for want of a verdict",
@@ -302,11 +317,16 @@ def _jobs(settings: Settings, url: str, args: argparse.Namespace, report: Report
     if about.get("cluster_enabled"):
         report.problem("rq", f"{shown_url(jobs)} is a cluster", "RQ cannot use one for its jobs",
                        "Set rq.url to a server that is none")  # fmt: skip
+        return
+    report.facts["verifiers"] = "unknown" if alive is None else alive
+    report.findings += missing
 
 
-def _is_isolated(settings: Settings) -> Iterator[bool]:
-    for env in settings.envs().values():
-        yield env.reward.kind in env.reward.isolated or env.reward.isolated_share > 0
+def _parts(settings: Settings, args: argparse.Namespace, report: Report) -> None:
+    report.facts["tokenizer"], findings = tokenizer_findings(settings, args.config)
+    report.findings += findings
+    report.facts["exporter"], findings = exporter_findings(settings, args.timeout_s)
+    report.findings += findings
 
 
 # --- telling -------------------------------------------------------------------------------------

@@ -18,12 +18,14 @@ from typing import Any
 
 import structlog
 
+from rollstream import __version__
 from rollstream.link import OUTAGE, Link
 from rollstream.queue import calls
 from rollstream.queue.answers import BeatAnswer, SweepAnswer
 from rollstream.queue.calls import ScriptCall
 from rollstream.queue.keys import SWEEP_PAGE
 from rollstream.queue.queue import Queue
+from rollstream.wire import WIRE_VERSION
 
 from ..members.view import LOST, RunView
 from ..telemetry.metrics import Metrics
@@ -74,7 +76,10 @@ class Heart:
         self._queue, self._link, self._view, self._name = queue, link, view, name
         self._role, self._also, self._look = role, also, look
         self._held, self._lost, self._metrics = held, lost, metrics
-        self._about = f"{socket.gethostname()} pid {os.getpid()}"
+        self._about = (
+            f"{socket.gethostname()} pid {os.getpid()}, rollstream {__version__}, "
+            f"wire {WIRE_VERSION}"
+        )
 
     def nudge(self) -> None:
         """Beat at once: control words have changed."""
