@@ -8,6 +8,8 @@ a service is started with. Invariant: whatever it starts, it ends.
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import re
 import shutil
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
+from jsonschema.validators import validator_for
 
 from examples.devserver import die_with_parent, server_binary
 
@@ -58,9 +62,21 @@ def resolve(value: Any) -> Any:
 
 
 def load() -> dict[str, Any]:
-    """Return the compose file with the defaults of its variables."""
+    """Return the compose file with the defaults of its variables; a copy of your own."""
+    return copy.deepcopy(_loaded())
+
+
+@functools.cache
+def _loaded() -> dict[str, Any]:
     loaded: dict[str, Any] = resolve(yaml.safe_load(FILE.read_text()))
     return loaded
+
+
+def problems(text: str) -> list[str]:
+    """Return what the compose specification has against a file."""
+    schema = get_builtin_schema("vendor.compose-spec")
+    found = validator_for(schema)(schema).iter_errors(yaml.safe_load(text))
+    return [f"{error.json_path}: {error.message}" for error in found]
 
 
 class Network:
