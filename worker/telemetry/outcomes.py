@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import prometheus_client as prom
+
 from rollstream.errors import Status
 from rollstream.group import MemberHeader, MemberView
 from rollstream.sample import UNKNOWN_VERSION
 
 from .catalog import (
-    ALL,
     DELIVERED,
     OK,
     OTHER,
@@ -38,27 +39,52 @@ _SUMS = ("rollout_rewards_total", "rollout_reward_gained_total", "rollout_reward
 _TOOL_OUTCOMES, _REWARD_DETAILS = frozenset(TOOL_OUTCOMES), frozenset(REWARD_DETAILS)
 
 
+class _View:
+    """The members of one environment in one view, since the last flush."""
+
+    __slots__ = ("_children", "_lengths", "gained", "lost", "num")
+
+    def __init__(self, lengths: list[float], children: Sequence[prom.Counter]) -> None:
+        self._lengths, self._children = lengths, children
+        self.num, self.gained, self.lost = 0, 0.0, 0.0
+
+    def add(self, length: int, reward: float | None) -> None:
+        self._lengths.append(length)
+        if reward is not None:
+            self.num += 1
+            if reward > 0:
+                self.gained += min(MOST, reward)
+            else:
+                self.lost -= max(-MOST, reward)
+
+    def flush(self) -> None:
+        if self.num:
+            sums = (self.num, self.gained, self.lost)
+            self.num, self.gained, self.lost = 0, 0.0, 0.0
+            for child, value in zip(self._children, sums, strict=True):
+                child.inc(value)
+
+
 class OutcomeMetrics:
     """The metrics of this module."""
 
     def __init__(self, registry: Registry, envs: Sequence[str]) -> None:
         self._envs = frozenset(envs)
-        self._rewards = {
-            (env, view): tuple(registry.counter(name, env, view) for name in _SUMS)
-            for env in envs
-            for view in VIEWS
-        }
         lengths = registry.histograms("rollout_sample_tokens")
         self._lengths = Readings([lengths[view] for view in VIEWS], TOKEN_BUCKETS)
-        self._lengths_of = dict(zip(VIEWS, self._lengths.values, strict=True))
+        self._views = {
+            env: tuple(
+                _View(values, [registry.counter(name, env, view) for name in _SUMS])
+                for view, values in zip(VIEWS, self._lengths.values, strict=True)
+            )
+            for env in envs
+        }
         self._staleness = Readings(
             [registry.histogram("rollout_sample_staleness_versions", DELIVERED)], STALENESS_BUCKETS
         )
         (self._ages,) = self._staleness.values
         self._tools = registry.counters("rollout_tool_calls_total")
         self._troubles = registry.counters("rollout_reward_errors_total")
-        self._sums = {key: [0.0, 0.0, 0.0] for key in self._rewards}
-        """Count, gained and lost since the last flush, by environment and view."""
         self._calls, self._errors = tally_of(self._tools), tally_of(self._troubles)
 
     def members_judged(
@@ -78,33 +104,19 @@ class OutcomeMetrics:
             version: the run's weights now; unknown counts no age.
         """
         env = env if env in self._envs else OTHER
-        judged = [m for m in members if m.header is not None and _is_judged(m.header)]
-        self._add(env, ALL, judged)
-        if is_kept:
-            usable = [member for member in judged if member.usable]
-            self._add(env, DELIVERED, usable)
-            if version >= 0:
-                self._add_ages(usable, version)
-
-    def _add(self, env: str, view: str, members: Sequence[MemberView]) -> None:
-        lengths, sums = self._lengths_of[view], self._sums[env, view]
+        every, kept = self._views[env]
         for member in members:
-            leaves = member.header.leaves if member.header is not None else ()
-            lengths.append(sum([leaf.response_length for leaf in leaves]))
-            reward = member.reward
-            if reward is not None:
-                sums[0] += 1
-                if reward > 0:
-                    sums[1] += min(MOST, reward)
-                else:
-                    sums[2] -= max(-MOST, reward)
-
-    def _add_ages(self, members: Sequence[MemberView], version: int) -> None:
-        for member in members:
-            leaves = member.header.leaves if member.header is not None else ()
-            oldest = [leaf.versions[0] for leaf in leaves if leaf.versions is not None]
-            if oldest:
-                self._ages.append(max(0, version - min(oldest)))
+            header = member.header
+            if header is None or not _is_judged(header):
+                continue
+            leaves = header.leaves
+            length = sum([leaf.response_length for leaf in leaves])
+            every.add(length, member.reward)
+            if is_kept and member.usable:
+                kept.add(length, member.reward)
+                oldest = [leaf.versions[0] for leaf in leaves if leaf.versions is not None]
+                if oldest and version >= 0:
+                    self._ages.append(max(0, version - min(oldest)))
 
     def reward_error(self, detail: str) -> None:
         """Count one verdict that could not be had."""
@@ -122,11 +134,9 @@ class OutcomeMetrics:
 
     def flush(self) -> None:
         """Move what was accumulated to Prometheus."""
-        for key, sums in self._sums.items():
-            for child, value in zip(self._rewards[key], sums, strict=True):
-                if value:
-                    child.inc(value)
-            sums[:] = (0.0, 0.0, 0.0)
+        for views in self._views.values():
+            for view in views:
+                view.flush()
         self._lengths.flush()
         self._staleness.flush()
         move(self._calls, self._tools)

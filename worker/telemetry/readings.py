@@ -56,16 +56,21 @@ class Readings:
             raise
 
     def _observe(self, values: npt.NDArray[np.float64], sizes: Sequence[int]) -> None:
-        if not (values.min() >= 0.0 and values.max() <= MOST):  # of NaN neither is true
+        total = float(values.sum())
+        if not (total <= MOST and values.min() >= 0.0):  # of NaN neither is true
             values = np.clip(np.nan_to_num(values, nan=0.0, posinf=MOST), 0.0, MOST)
-        whose = np.repeat(np.arange(len(sizes)), sizes)
-        counts = np.bincount(self._edges.searchsorted(values) + whose * (len(self._edges) + 1))
-        for bucket, count in zip(self._buckets, counts.tolist(), strict=False):
+            total = float(values.sum())
+        found, totals = self._edges.searchsorted(values), [total]
+        if len(sizes) > 1:
+            whose = np.repeat(np.arange(len(sizes)), sizes)
+            found += whose * (len(self._edges) + 1)
+            totals = np.bincount(whose, values).tolist()
+        for bucket, count in zip(self._buckets, np.bincount(found).tolist(), strict=False):
             if count:
                 bucket.inc(count)
-        for total, seconds in zip(self._sums, np.bincount(whose, values).tolist(), strict=False):
+        for child, seconds in zip(self._sums, totals, strict=False):
             if seconds:
-                total.inc(seconds)
+                child.inc(seconds)
 
 
 def tally_of(children: Mapping[K, prom.Counter]) -> dict[K, int]:
