@@ -57,6 +57,7 @@ bench: setup           ## the budgets of docs/benchmarks.md
 	@$(PY) -m benchmarks.updates --mode keep --json
 	@$(PY) -m benchmarks.updates --mode abort --json
 	@$(PY) -m benchmarks.mixture --json
+	@$(PY) -m benchmarks.telemetry --json
 	@$(PY) -m benchmarks.verify --json
 
 hf-test: hf            ## the tests that need PyTorch: a real model, token by token
