@@ -58,10 +58,11 @@ class timed(msgspec.Struct, gc=False):  # noqa: N801 - it reads: `with timed(spa
     recorder: SpanRecorder
     name: str
     turn: int = -1
-    start_mono_s: float = 0.0
+    start_mono_s: float = msgspec.field(default_factory=monotonic)
+    """When it was made, which is where its block begins."""
 
     def __enter__(self) -> None:
-        self.start_mono_s = monotonic()
+        """Begin the block."""
 
     def __exit__(
         self,

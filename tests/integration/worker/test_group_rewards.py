@@ -134,6 +134,7 @@ async def test_146_a_group_reward_scores_the_whole_group_once_and_the_trainer_re
         (member, "8", [1, 2, 3, 4, 5]) for member in range(4)
     ]
     assert figures(parts, "rollout_reward_gained_total") == {"all": 6.0, "delivered": 6.0}
+    assert figures(parts, "rollout_span_duration_seconds_count")["reward"] == 1, "of the group"
 
 
 async def test_146_a_reward_that_is_there_is_kept_and_the_missing_ones_are_filled(
@@ -213,6 +214,7 @@ async def test_a_group_reward_that_fails_for_good_leaves_its_members_missing_wit
     assert len(judge.groups) == 2
     assert figures(parts, "rollout_reward_errors_total") == {"raised": 2.0}
     assert figures(parts, "rollout_rewards_total") == {}
+    assert figures(parts, "rollout_span_duration_seconds_count")["reward"] == 1
 
 
 async def test_one_member_without_a_group_reward_is_told_to_the_trainer_with_the_cause(
