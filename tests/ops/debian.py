@@ -68,7 +68,7 @@ def tools() -> Tools:
     folder = CACHE / _release()
     if not folder.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
-        with _alone(CACHE / "lock"):
+        with alone(CACHE / "lock"):
             if not folder.is_dir():  # another process may have fetched them while this one waited
                 _fetch(folder)
     return _of(folder)
@@ -171,8 +171,12 @@ def _told(error: Exception) -> str:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with its process, however that ends."""
+def alone(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with its process, however that ends.
+
+    Raises:
+        ToolsMissing: somebody else holds it for longer than a fetch may take.
+    """
     deadline = time.monotonic() + WAIT_S
     with path.open("w") as lock:
         while True:

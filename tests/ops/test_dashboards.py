@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import yaml
 
 from ops.dashboards.__main__ import FOLDER, files, main
 from ops.dashboards.panels import names_of
-from tests.ops.debian import tools
+from tests.ops.debian import alone, tools
 from tests.ops.promql import CUMULATIVE, NAN_WITHOUT_ENGINE, ROOT, bare, recorded, unknown, windows
 
 BOARDS: dict[str, dict[str, Any]] = {name: json.loads(text) for name, text in files().items()}
@@ -307,20 +308,26 @@ export type Custom = {
 def compiler() -> Path:
     """Return a folder with the types and the compiler, fetched once."""
     folder = ROOT / ".cache" / "grafana-schema" / "-".join(NPM.values())
-    if not (folder / "node_modules" / ".bin" / "tsc").exists():
-        if shutil.which("npm") is None:
-            pytest.fail("npm is not on PATH: these tests need Node.js 20 or newer")
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        (unfinished / "package.json").write_text(json.dumps({"private": True, "dependencies": NPM}))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with alone(folder.parent / "lock"):
+        if not folder.is_dir():
+            fetch_npm(folder)
+    return folder
+
+
+def fetch_npm(folder: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.fail("npm is not on PATH: these tests need Node.js 20 or newer")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        work = Path(made) / "packages"
+        work.mkdir()
+        (work / "package.json").write_text(json.dumps({"private": True, "dependencies": NPM}))
         done = subprocess.run(
             ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"],
-            cwd=unfinished, capture_output=True, text=True, timeout=300, check=False,
+            cwd=work, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"npm could not fetch {NPM}: {done.stdout}{done.stderr}"
-        unfinished.rename(folder)
-    return folder
+        work.rename(folder)
 
 
 def compiled(source: Path) -> subprocess.CompletedProcess[str]:
