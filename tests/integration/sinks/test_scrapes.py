@@ -15,7 +15,7 @@ from tests.backstage import wait_until
 from tests.integration.sinks.stage import GROUPS, Stage, audited, figures, whole_run
 
 pytestmark = pytest.mark.slow
-SLOW, UNREAD, HALF = 50, 10, 20
+SLOW, UNREAD, HALF = 50, 4, 26
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 PIPELINED = 20
 """Requests of a client that reads no answer: together more than the kernel buffers for it."""
