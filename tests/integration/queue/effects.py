@@ -33,10 +33,11 @@ _M_FIELDS: dict[str, frozenset[str]] = {
                           "pause_by", "paused_total", "pause_mode", "pause_until", "engines",
                           "control_seq"}),
     "end": frozenset({"state", "done", "error", "control_seq"}),
+    "attend": frozenset({"trainer"}),
 }  # fmt: skip
 """Fields of `m` that a script may change."""
 _SET_ONCE = ("version", "deadline", "full_id", "ready_id", "why")
-_FIXED = ("n", "score", "timeout_ms", "prompt", "life")
+_FIXED = ("n", "score", "timeout_ms", "prompt", "life", "since", "env")
 
 
 def check_effects(call: ScriptCall[Any], answer: Any, scene: Scene, after: Sight) -> None:
@@ -53,7 +54,7 @@ def check_effects(call: ScriptCall[Any], answer: Any, scene: Scene, after: Sight
     if after is not before:
         _check_groups(call.script, args, named, before, after)
     _check_ends(call, answer, before, after)
-    _check_counters(call.script, answer, before, after)
+    _check_counters(call.script, args, answer, before, after)
     _check_fields(call.script, args, before, after)
     _check_records(call.script, before, after)
     _check_bells(call, before, after)
@@ -139,7 +140,7 @@ def _reaches_member(
 
 def _check_new_life(old: Group, new: Group, before: Sight, after: Sight) -> None:
     assert int(new.life) == int(old.life) + 1, f"life of {new.gid}: {old.life} to {new.life}"
-    for name in ("n", "score", "timeout_ms", "prompt"):
+    for name in ("n", "score", "timeout_ms", "prompt", "env"):
         assert new.fields[name] == old.fields[name], f"requeue changed {name} of {new.gid}"
     assert (new.state, new.number("left")) == ("open", new.n)
     assert not new.bodies, f"bodies of an earlier life of {new.gid}"
@@ -256,7 +257,7 @@ def _check_record(gid: str, row: dict[str, bytes], before: Sight) -> None:
 
 
 # --- counters ------------------------------------------------------------------------------------
-def _check_counters(script: str, answer: Any, before: Sight, after: Sight) -> None:
+def _check_counters(script: str, args: list[str], answer: Any, before: Sight, after: Sight) -> None:
     delta = Counter({name: after.c[name] - before.c.get(name, 0) for name in after.c})
     assert set(before.c) <= set(after.c), "a counter vanished"
     wanted = _ends_counted(before, after) + _members_counted(script, answer, before, after)
@@ -278,11 +279,20 @@ def _check_counters(script: str, answer: Any, before: Sight, after: Sight) -> No
     wanted["skipped"], wanted["reacked"] = outcomes["skipped"], outcomes["lost"]
     if script == "sweep":
         wanted["crashes"] = answer.expired
+    if script == "present" and args[2] == "here" and len(args) > 4:
+        wanted["blocked_ms"] = _newly_blocked(before, *args[1:2], *args[4:])
     for name in {*delta, *wanted}:
         slack = hidden if name.startswith("member_failed:") else 0
         assert wanted[name] <= delta[name] <= wanted[name] + slack, (
             f"invariant 1: {script} counted {name} +{delta[name]}, the model +{wanted[name]}"
         )
+
+
+def _newly_blocked(before: Sight, name: str, process: str, from_ms: str, to_ms: str) -> int:
+    """Return the milliseconds of a report that no report before had."""
+    known = before.wb.get(name, "").split()
+    counted = int(known[1]) if known[:1] == [process] else int(from_ms)
+    return max(0, int(to_ms) - counted)
 
 
 _FOUND = {"open": "running", "full": "ready", "ready": "ready", "delivered": "hand_out"}
@@ -328,6 +338,9 @@ def _ends_counted(before: Sight, after: Sight) -> Counter[str]:
     for gid in before.live - after.live:
         name = f"dropped:{drops[gid]}" if gid in drops else "acked"
         wanted[name if gid.isdecimal() else f"e.{name}"] += 1
+        env = before.groups[gid].text("env") if gid in before.groups else ""
+        if gid.isdecimal() and env:
+            wanted[f"env:{name}:{env}"] += 1
     for gid in (row["g"].decode() for _, row in after.drops if row["detail"].decode() in VANISHED):
         wanted["vanished" if gid.isdecimal() else "e.vanished"] += 1
     for gid in set(before.groups) & set(after.groups):
@@ -388,11 +401,11 @@ def _check_fields(script: str, args: list[str], before: Sight, after: Sight) -> 
 
 
 def _check_records(script: str, before: Sight, after: Sight) -> None:
-    """Who may write what workers confirmed, and what versions are called."""
-    may = {"confirm": "wc", "sweep": "wc", "present": "wc", "control": "lb"}.get(script)
-    for name in ("wc", "lb"):
+    """Who may write what workers confirmed, producers reported, and versions are called."""
+    may = {"confirm": "wc", "sweep": "wc wb", "present": "wc wb", "control": "lb"}.get(script, "")
+    for name in ("wc", "wb", "lb"):
         same = getattr(before, name) == getattr(after, name)
-        assert same or name == may, f"{script} changed {name}"
+        assert same or name in may.split(), f"{script} changed {name}"
 
 
 def _check_bells(call: ScriptCall[Any], before: Sight, after: Sight) -> None:

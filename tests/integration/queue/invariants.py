@@ -17,8 +17,8 @@ from tests.integration.queue.sight import Sight
 
 MAX_SUSPECTS, SUSPECT_CRASHES, ALONE_CRASHES = 8, 2, 3
 LEFT_AFTER_THE_END = {
-    "m", "c", "w", "wp", "wa", "wl", "ws", "wh", "wc", "lb", "cur", "past", "full", "ready", "eval",
-    "ctl", "bell", "room",
+    "m", "c", "w", "wp", "wa", "wl", "ws", "wh", "wc", "wb", "lb", "cur", "past", "full", "ready",
+    "eval", "ctl", "bell", "room",
 }  # fmt: skip
 
 
@@ -215,6 +215,7 @@ def _no_keys_left(before: Sight, now: Sight, known: Known) -> None:
     bound = max(now.budget("cap"), len(before.gs))
     assert known.may_go_back or len(now.gs) <= bound, f"{len(now.gs)} groups live"
     assert set(now.wc) <= set(now.z["w"]), "what an absent worker confirmed is kept"
+    assert set(now.wb) <= set(now.z["wp"]), "what an absent producer reported is kept"
     assert now.bell <= 1
     assert now.room <= 1
 

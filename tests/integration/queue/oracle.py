@@ -57,7 +57,7 @@ def check_answer(call: ScriptCall[Any], answer: Any, scene: Scene) -> None:
     Raises:
         AssertionError: it is another.
     """
-    if call.script in ("sweep", "audit"):
+    if call.script in ("sweep", "audit", "measure"):
         return
     wanted = _ORACLES[call.script](call, args_of(call), scene)
     assert answer == wanted, (
@@ -421,6 +421,12 @@ def _present(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
     return _words(scene.before.m, int(scene.before.m["control_seq"]))
 
 
+def _attend(call: ScriptCall[Any], args: list[str], scene: Scene) -> Any:
+    if not scene.before.exists:
+        return "lost"
+    return "ok" if scene.before.m["consumer"] == args[0] else "taken"
+
+
 def _words(m: dict[str, str], control_seq: int) -> ControlAnswer:
     return ControlAnswer(
         state=m["state"], version=int(m["version"]), control_seq=control_seq,
@@ -493,9 +499,10 @@ _ORACLES: dict[str, Callable[[ScriptCall[Any], list[str], Scene], Any]] = {
     "open": _open, "enqueue": _enqueue, "lease": _lease, "beat": _beat, "complete": _complete,
     "fail": _fail, "park": _park, "confirm": _confirm, "verdict": _verdict, "deliver": _deliver,
     "ack": _ack, "retire": _retire, "withdraw": _withdraw, "requeue": _requeue, "control": _control,
-    "present": _present, "end": _end, "state": _state, "rewind": _rewind,
+    "present": _present, "attend": _attend, "end": _end, "state": _state, "rewind": _rewind,
 }  # fmt: skip
-"""By script; `sweep` is judged by its effects, `audit` by the invariants."""
+"""By script; `sweep` is judged by its effects, `audit` by the invariants, `measure` changes nothing
+and has tests of its own."""
 
 
 def sweep_bounds(answer: SweepAnswer, scene: Scene, page: int) -> None:

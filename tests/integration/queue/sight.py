@@ -19,7 +19,7 @@ from rollstream.states import MemberState
 from tests.queue_bench import unpack_ids
 
 ZSETS = ("q", "s", "d", "l", "age", "dl", "w", "wp", "wa")
-HASHES = ("m", "c", "wl", "ws", "wc", "lb")
+HASHES = ("m", "c", "wl", "ws", "wc", "wb", "lb")
 STREAMS = {"full": "aggregators", "ready": "trainer", "eval": "nobody"}
 _LOOK = """
 local K, call = KEYS[1], redis.call
@@ -123,6 +123,8 @@ class Sight:
     ws: dict[str, str]
     wc: dict[str, str]
     """What every worker confirmed last: control word, calls under way, engines."""
+    wb: dict[str, str]
+    """What every producer reported last: which process it is, and how long it was blocked."""
     lb: dict[str, str]
     """Versions by label."""
     groups: dict[str, Group]
@@ -199,7 +201,7 @@ class Sight:
         """Return everything that a repeated call must leave as it is."""
         return {
             "names": self.names, "m": self.m, "z": self.z, "wl": self.wl, "ws": self.ws,
-            "wc": self.wc, "lb": self.lb,
+            "wc": self.wc, "wb": self.wb, "lb": self.lb,
             "groups": {g.gid: (g.fields, g.bodies) for g in self.groups.values()},
             "gs": self.gs, "ge": self.ge, "entries": self.entries, "pending": self.pending,
             "past": self.num_past, "ctl": self.last_control, "bell": self.bell,
@@ -234,7 +236,7 @@ class Looks:
 
 def _parse(prefix: str, raw: Any) -> Sight:
     keys, groups, zsets, hashes, streams_raw, gs, ge, cur, past, num_past, ctl, bell, room = raw
-    m, c, wl, ws, wc, lb = ({_text(k): _text(v) for k, v in _pairs(row)} for row in hashes)
+    m, c, wl, ws, wc, wb, lb = ({_text(k): _text(v) for k, v in _pairs(row)} for row in hashes)
     found, orphans = _groups(groups, {_text(gid) for gid in (*gs, *ge)})
     frontier, base = int(m.get("frontier", 0)), int(m.get("base", 0))
     above = unpack_ids(base, cur)
@@ -249,6 +251,7 @@ def _parse(prefix: str, raw: Any) -> Sight:
         wl=wl,
         ws=ws,
         wc=wc,
+        wb=wb,
         lb=lb,
         groups=found,
         orphans=orphans,

@@ -25,8 +25,9 @@ class ProducerActs(WalkState):
         """Enqueue the next id; whether the scan may go on."""
         gid = self.scan
         call = calls.enqueue(
-            gid, n, b"prompt %d" % gid, priority=gid % 2, timeout_ms=self.timeout_ms
-        )
+            gid, n, b"prompt %d" % gid, priority=gid % 2, timeout_ms=self.timeout_ms,
+            env=("", "math", "a:b")[gid % 3],
+        )  # fmt: skip
         answer = self.call(call)
         self.stats[f"enqueue {answer}"] += 1
         if answer in ("new", "dup", "done"):
@@ -71,4 +72,9 @@ class ProducerActs(WalkState):
     def presence(self) -> None:
         role = self.rng.choice(["worker", "producer", "aggregator"])
         name = self.a_worker().name if role == "worker" else role
-        self.call(calls.present(role, name, leaving=self.chance(0.2)))
+        blocked = None
+        if role == "producer" and self.chance(0.7):
+            from_ms = self.rng.randint(0, 500)
+            process = self.rng.choice(["first", "second"])
+            blocked = calls.BlockedTime(process, from_ms, from_ms + self.rng.randint(0, 500))
+        self.call(calls.present(role, name, leaving=self.chance(0.2), blocked=blocked))
