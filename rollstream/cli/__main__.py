@@ -26,6 +26,7 @@ COMMANDS = {
     "stats": "rollstream.cli.inspect:stats",
     "audit": "rollstream.cli.inspect:audit",
     "runs": "rollstream.cli.inspect:runs",
+    "version": "rollstream.cli.inspect:version",
     "show": "rollstream.cli.show:show",
     "dump": "rollstream.cli.dump:dump",
     "doctor": "rollstream.cli.doctor:doctor",
@@ -151,6 +152,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_control(commands, [server, run])
     _add_drain(commands, run)
     add_dump(commands, [server, run], _count, _seconds)
+    told = commands.add_parser("version", help="what is installed here: version, wire, layout")
+    told.add_argument("--json", action="store_true", help="one JSON document on stdout")
     for app in APPS:
         commands.add_parser(app, add_help=False, help=f"start the {app}: rollstream {app} --help")
     commands.add_parser("config", add_help=False, help="config show: every effective value")
@@ -223,7 +226,7 @@ def _add_control(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         "set", parents=parents, help="change a budget of a running run: capacity, lease, …"
     )
     changed.add_argument("key", metavar="KEY", help="as in the configuration, e.g. worker.lease_s")
-    changed.add_argument("value", metavar="VALUE")
+    changed.add_argument("value", metavar="VALUE", help="in the configuration's unit")
 
 
 def _server_options(

@@ -14,11 +14,12 @@ INTERRUPTED = 130
 EXPLAINED = """exit codes:
   0  it did what it was asked to do
   1  audit or doctor found a problem, the run to remove is in use, the group to show is unknown,
-     there was nothing to withdraw, requeue, pause or resume, or something unexpected happened
+     there was nothing to withdraw, requeue, pause or resume, a drain was not over in time, or
+     something unexpected happened
   2  wrong arguments or configuration; nothing was done
   3  Redis cannot be reached, or there is no such run
   130  interrupted
-`worker` and `producer` have their own: rollstream worker --help"""
+the services have their own: rollstream worker --help"""
 
 
 class CommandError(Exception):

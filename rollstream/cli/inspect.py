@@ -1,4 +1,4 @@
-"""`audit`, `stats` and `runs`: what a person or a script asks of a server.
+"""`audit`, `stats`, `runs` and `version`: what a person or a script asks of a server.
 
 Owns which figures are shown. Never writes to a run (`runs --remove` is `rollstream.cli.remove`).
 Invariant: `--json` and the text for people say the same.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from redis.exceptions import ResponseError
 
+from rollstream import __version__
 from rollstream.cli.engines import print_workers, worker_records
 from rollstream.cli.exits import OK, PROBLEM
 from rollstream.cli.reach import queue_of, reached, the_run, url_of
@@ -22,23 +24,29 @@ from rollstream.cli.view import print_json, print_rows
 from rollstream.errors import RunMismatch
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
-from rollstream.queue.reads import RunInfo
+from rollstream.queue.keys import SCHEMA
+from rollstream.queue.reads import RunInfo, all_counters, ends_by_env
 from rollstream.runs import list_runs
+from rollstream.updates.confirmed import plain
 from rollstream.urls import shown_url
+from rollstream.wire import WIRE_VERSION
 
 
 def audit(args: argparse.Namespace) -> int:
     """Prove the accounting identity; exit code 1 where it does not hold."""
     with the_run(args) as (queue, _):
         answer = queue.call(calls.audit(deep=args.deep))
+        by_env = _ends_by_env(queue)
     if args.json:
         print_json({"run": queue.run, "deep": args.deep, "ok": not answer.problems}
-                   | asdict(answer))  # fmt: skip
+                   | asdict(answer) | {"by_env": by_env})  # fmt: skip
     else:
         total = answer.acked + answer.dropped + answer.live
         sign = "=" if answer.enqueued == total else "≠"
         print(f"run {queue.run}: enqueued {answer.enqueued} {sign} acked {answer.acked} + "
               f"dropped {answer.dropped} + live {answer.live}")  # fmt: skip
+        for env, said in _env_rows(by_env).items():
+            print(f"  {env}: {said}")
         for problem in answer.problems:
             print(f"problem: {problem}")
         if not answer.problems:
@@ -50,14 +58,21 @@ def stats(args: argparse.Namespace) -> int:
     """Show where the groups of a run are, and who is alive."""
     with the_run(args) as (queue, info):
         counters, depths, presence = queue.counters(), queue.depths(), queue.presence()
-        found = queue.confirmations()
+        found, by_env = queue.confirmations(), _ends_by_env(queue)
+        measured = queue.call(calls.measure())
+    oldest_s = {} if measured is None else measured.oldest_s
     if args.json:
         shown = asdict(info)
-        print_json({"run": queue.run, "info": shown, "counters": counters, "depths": depths,
-                    "presence": presence, "workers": worker_records(found, info)})  # fmt: skip
+        print_json({"run": queue.run, "info": shown, "counters": counters, "by_env": by_env,
+                    "depths": depths, "oldest_s": oldest_s, "presence": presence,
+                    "trainer": "none" if measured is None else measured.trainer,
+                    "workers": worker_records(found, info)})  # fmt: skip
         return OK
     print_rows(f"run {queue.run}", _run_rows(info, presence))
     print_rows("groups", _group_rows(counters, depths))
+    if by_env:
+        print_rows("ended, by environment", _env_rows(by_env))
+    print_rows("oldest", {name: f"{age:.1f} s" for name, age in oldest_s.items() if age})
     members = {
         "queued": depths["q"],
         "delayed": depths["d"],
@@ -69,6 +84,38 @@ def stats(args: argparse.Namespace) -> int:
     if counters.get("e.enqueued"):
         print_rows("evaluations", _evaluation_rows(counters))
     print_workers(found, info)
+    return OK
+
+
+def _ends_by_env(queue: BlockingQueue) -> dict[str, dict[str, Any]]:
+    """Return by environment how many groups were acked, and dropped for which reason."""
+    reply = queue.client.hgetall(f"{queue.prefix}c")
+    found: dict[str, dict[str, Any]] = {}
+    for (env, outcome), count in sorted(ends_by_env(all_counters(reply)).items()):
+        row = found.setdefault(plain(env), {"acked": 0, "dropped": {}})
+        if outcome == "acked":
+            row["acked"] = count
+        else:
+            row["dropped"][outcome.removeprefix("dropped:")] = count
+    return found
+
+
+def _env_rows(by_env: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    rows = {}
+    for env, row in by_env.items():
+        dropped = [f"dropped as {reason} {count}" for reason, count in row["dropped"].items()]
+        rows[env] = ", ".join([f"acked {row['acked']}", *dropped])
+    return rows
+
+
+def version(args: argparse.Namespace) -> int:
+    """Say what is installed here."""
+    known = {"version": __version__, "wire": WIRE_VERSION, "layout": SCHEMA,
+             "python": platform.python_version()}  # fmt: skip
+    if args.json:
+        print_json(known)
+    else:
+        print_rows("rollstream", known)
     return OK
 
 

@@ -49,7 +49,7 @@ def test_audit_prints_the_identity_and_exits_0(
     assert code == 0
     assert json.loads(out) == {
         "run": run.queue.run, "deep": True, "ok": True, "enqueued": 3, "acked": 1, "dropped": 1,
-        "live": 1, "problems": [],
+        "live": 1, "problems": [], "by_env": {},
     }  # fmt: skip
 
 

@@ -1,0 +1,126 @@
+"""Every `--json` has the keys that docs/cli.md lists, no more and no less."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.make_cli import ELSEWHERE, PAGE, commands, updated
+from rollstream.cli import exits
+from rollstream.cli.__main__ import COMMANDS, main
+from rollstream.cli.schemas import SCHEMAS
+from rollstream.queue import calls
+from tests.backstage import Backstage
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run(valkey_url: str, run_name: str) -> Iterator[Backstage]:
+    """Group 0 was trained, 1 dropped, 2 is ready, 3 waits."""
+    with Backstage(valkey_url, run_name, max_requeues=1) as backstage:
+        backstage.open().finish(0, 1, 2, drop={1})
+        backstage.enqueue(3)
+        backstage.queue.call(calls.connect("c", 1))
+        backstage.queue.call(calls.ack("c", ["0"]))
+        yield backstage
+
+
+FORMS: dict[str, list[str]] = {
+    "top": ["top", "--once", "--interval-s", "0.1"],
+    "stats": ["stats"],
+    "audit": ["audit"],
+    "show (drops)": ["show"],
+    "show GROUP (live)": ["show", "2"],
+    "show GROUP (not live)": ["show", "1"],
+    "runs": ["runs"],
+    "runs --remove": ["runs", "--remove", "RUN", "--yes", "--force"],
+    "doctor": ["doctor"],
+    "engines": ["engines"],
+    "pause": ["pause"],
+    "resume": ["resume"],
+    "drain": ["drain", "--timeout-s", "0.1"],
+    "abort": ["abort", "--yes"],
+    "withdraw": ["withdraw", "3"],
+    "requeue": ["requeue", "3"],
+    "set": ["set", "lease_s", "20"],
+    "dump": ["dump", "DIR", "--peek"],
+    "dump --check": ["dump", "DIR", "--check"],
+    "config show": ["config", "show"],
+    "version": ["version"],
+}
+SERVERLESS = ("config", "version")
+RUNLESS = ("runs", *SERVERLESS)
+
+
+@pytest.mark.parametrize("form", list(SCHEMAS))
+def test_json_of_a_command_has_the_keys_of_its_schema(
+    form: str, run: Backstage, valkey_url: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    names = {"RUN": run.queue.run, "DIR": str(tmp_path / "dump")}
+    argv = [names.get(word, word) for word in FORMS[form]] + ["--json"]
+    argv += [] if argv[0] in SERVERLESS else ["--redis", valkey_url]
+    argv += [] if argv[0] in RUNLESS else ["--run", run.queue.run]
+    if form == "dump --check":
+        main([word if word != "--check" else "--peek" for word in argv])
+        capsys.readouterr()
+    assert main(argv) in (exits.OK, exits.PROBLEM)
+    shown: Any = json.loads(capsys.readouterr().out)
+    if form == "runs":
+        shown = {f"[].{key}": value for row in shown for key, value in row.items()}
+    if form == "config show":
+        assert all(set(value) == {"value", "origin"} for value in shown.values())
+        return
+    always = {key for key in SCHEMAS[form] if not key.endswith("?")}
+    known = {key.removesuffix("?") for key in SCHEMAS[form]}
+    assert always <= set(shown) <= known, (always - set(shown), set(shown) - known)
+
+
+def test_the_first_record_of_top_lacks_only_what_it_may(
+    valkey_url: str, run: Backstage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["top", "--once", "--json", "--interval-s", "0.1", "--redis", valkey_url]
+    assert main([*argv, "--run", run.queue.run]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {key.removesuffix("?") for key in SCHEMAS["top"]}
+
+
+def test_every_command_takes_json_and_has_a_schema() -> None:
+    assert set(COMMANDS) | set(ELSEWHERE) >= set(commands())
+    assert set(COMMANDS) == set(commands())
+    for name, (_, parser) in commands().items():
+        options = [option for action in parser._actions for option in action.option_strings]
+        assert "--json" in options, name
+        assert any(form.split()[0] == name for form in SCHEMAS), name
+    assert set(FORMS) == set(SCHEMAS)
+
+
+def test_the_page_has_every_command_option_and_key_as_they_are() -> None:
+    assert PAGE.read_text() == updated(PAGE.read_text()), "python -m docs.make_cli"
+
+
+def test_the_page_has_every_exit_code() -> None:
+    found = {int(code) for code in re.findall(r"^\| (\d+) \| ", PAGE.read_text(), re.MULTILINE)}
+    known = {value for name, value in vars(exits).items() if name.isupper() and value != ""
+             and isinstance(value, int)}  # fmt: skip
+    assert found == known
+
+
+def test_every_command_has_a_sentence_of_help() -> None:
+    for name, (about, parser) in commands().items():
+        assert len(about) > 10, name
+        for action in parser._actions:
+            assert action.help not in (None, ""), (name, action.dest)
+            assert not isinstance(action, argparse._SubParsersAction)
