@@ -422,11 +422,8 @@ def test_very_commands_of_the_compose_file_bring_groups_to_a_trainer(machine: Ma
     )
     assert "rollout_queue_depth" in scraped(machine, "exporter")
     assert "rollout_samples_total" in scraped(machine, "worker")
-    for service, number in reversed(replicas):
-        name = f"{service}-{number}"
-        stopped(machine, name)
-    for name in ("sim-1", "redis-1"):
-        stopped(machine, name)
+    stop(machine, *(f"{service}-{number}" for service, number in replicas))
+    stop(machine, "sim-1", "redis-1")
 
 
 def scraped(machine: Machine, service: str) -> str:
@@ -436,11 +433,13 @@ def scraped(machine: Machine, service: str) -> str:
     return text
 
 
-def stopped(machine: Machine, name: str) -> None:
-    """Ask a process to stop, as compose does; it ends by itself, and as one that did its work."""
-    assert machine.running(name), machine.log(name)
-    machine.processes[name].send_signal(signal.SIGTERM)
-    assert machine.ended(name, 60) == 0, machine.log(name)
+def stop(machine: Machine, *names: str) -> None:
+    """Ask processes to stop, as compose does; they end by themselves, having done their work."""
+    for name in names:
+        assert machine.running(name), machine.log(name)
+        machine.processes[name].send_signal(signal.SIGTERM)
+    for name in names:
+        assert machine.ended(name, 60) == 0, machine.log(name)
 
 
 @pytest.mark.slow
