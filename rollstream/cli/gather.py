@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from rollstream.errors import WireError
@@ -71,6 +72,9 @@ def of_run(queue: BlockingQueue, info: RunInfo, found: GroupLook, shown: list[An
         "version at first lease": version,
         "current version": info.version,
     }
+    for name, unix_s in (("full at", stored.full_unix_s), ("ready at", stored.ready_unix_s)):
+        if unix_s:
+            rows[name] = datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
     if prompt is not None:
         rows |= _of_prompt(prompt)
     members = []
