@@ -55,11 +55,15 @@ def make_watching(folder: Path, watching: Path, host: str, port: int) -> bool:
     A server that runs already reads its users file again at its next start.
     """
     target = watching / WATCHING
-    if target.exists():
-        return False
-    watching.mkdir(parents=True, exist_ok=True)
-    password = secrets.token_urlsafe(32)
     users = (folder / ACL).read_text().splitlines(keepends=True)
+    if target.exists():
+        # One folder may be older than the other, whose volume was removed.
+        (password,) = set(json.loads(target.read_text()).values())
+        if any(line.startswith(f"user metrics on >{password} ") for line in users):
+            return False
+    else:
+        password = secrets.token_urlsafe(32)
+    watching.mkdir(parents=True, exist_ok=True)
     kept = "".join(line for line in users if not line.startswith("user metrics "))
     _write(folder / ACL, kept + _WATCHER.format(password=password))
     if not (watching / GRAFANA).exists():

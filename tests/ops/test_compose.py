@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -298,6 +299,12 @@ def test_a_second_start_keeps_every_password_and_an_older_one_gets_what_it_lacks
     assert contents(tmp_path) == made
     assert "kept" in done.stdout
     assert not any(word in done.stdout for word in (password, made["grafana_password"]))
+    shutil.rmtree(tmp_path / "a")  # the volume of the server was removed, the other one stayed
+    subprocess.run(with_watchers, check=True, capture_output=True)
+    again = contents(tmp_path)
+    assert f">{password} " in again["redis.acl"].splitlines()[-1]
+    assert again["redis_url"] != url
+    assert again["grafana_password"] == made["grafana_password"]
 
 
 def contents(folder: Path) -> dict[str, str]:
