@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 import rollstream
+from rollstream.config import load_settings
 from rollstream.settings import Settings
 from tests.ops.composed import ROOT, load
 from tests.ops.kubectl import kubectl
@@ -237,6 +238,30 @@ def test_every_variable_is_a_key_of_the_configuration(resources: list[Resource])
         assert prefix == "ROLLSTREAM"
         fields = Settings.model_fields[table.lower()].annotation.model_fields  # type: ignore[union-attr]
         assert key.lower() in fields, name
+
+
+def test_every_pod_of_ours_starts_with_a_configuration_that_is_valid(
+    resources: list[Resource], tmp_path: Path
+) -> None:
+    (literals,) = [g["literals"] for g in kustomization()["configMapGenerator"] if "literals" in g]
+    given = dict(literal.split("=", 1) for literal in literals)
+    secret = tmp_path / "redis_url"
+    secret.write_text("redis://rollstream:password@rollstream-redis:6379/0")
+    for _, _, container in containers(resources):
+        if container["name"] not in OURS:
+            continue
+        environ = given | {v["name"]: v["value"] for v in container.get("env", [])}
+        environ["ROLLSTREAM_REDIS__URL_FILE"] = str(secret)
+        words = container["command"][container["command"].index("--config") :]
+        (mount,) = [m for m in container["volumeMounts"] if m["name"] == "run"]
+        argv = [word.replace(mount["mountPath"], str(BASE / "generated")) for word in words]
+        settings = load_settings(argv, prog="", environ=environ, folder=tmp_path).settings
+        assert settings.run.name == "demo"
+        assert settings.producer.n_samples_per_prompt == 8
+        assert "rollstream-redis" in settings.redis_url()
+        ports = {port["containerPort"] for port in container.get("ports", [])}
+        served = {"worker": settings.telemetry.metrics_port, "exporter": settings.exporter.port}
+        assert ports == {served[name] for name in served if name == container["name"]}
 
 
 # --- the same run as with Docker Compose ---------------------------------------------------------
