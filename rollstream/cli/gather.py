@@ -74,7 +74,8 @@ def of_run(queue: BlockingQueue, info: RunInfo, found: GroupLook, shown: list[An
     }
     for name, unix_s in (("full at", stored.full_unix_s), ("ready at", stored.ready_unix_s)):
         if unix_s:
-            rows[name] = datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
+            at = datetime.fromtimestamp(unix_s, UTC).replace(tzinfo=None)
+            rows[f"{name} (UTC)"] = at.isoformat(" ", "milliseconds")
     if prompt is not None:
         rows |= _of_prompt(prompt)
     members = []
@@ -186,7 +187,7 @@ def _of_samples(members: list[MemberFacts], version: int | None) -> dict[str, An
     rows: dict[str, Any] = {"versions of tokens": f"{oldest}" if oldest == newest
                             else f"{oldest} to {newest}"}  # fmt: skip
     if version is not None:
-        rows["staleness"] = f"{max(0, version - oldest)} versions behind the current one"
+        rows["staleness"] = f"{max(0, version - oldest)} versions behind"
     return rows
 
 
