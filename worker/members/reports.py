@@ -227,12 +227,18 @@ class Reporter:
         )
         if not leaves or not leaves[0].spans:
             self._metrics.spans(work.spans.spans[work.num_earlier_spans if stays else 0 :])
+        work.num_counted_spans = len(work.spans.spans)
         self._note_outcome(work, ending, delivered and any(leaf.calls for leaf in leaves))
         if delivered and self._all_alike(work, ending):
             self._metrics.group_alike(env)
             if not self._said_alike:
                 self._said_alike = True
                 log.warning("members_sampled_the_same", group_index=group_id(work.group.key))
+
+    def left_behind(self, work: Work) -> None:
+        """Count what an attempt still did behind its ending, which it had ignored."""
+        if not work.group.is_evaluation:
+            self._metrics.spans(work.spans.spans[work.num_counted_spans :])
 
     def _note_outcome(self, work: Work, ending: Ending, has_calls: bool) -> None:
         """Count what an ending says of its environment; nothing where it says nothing."""

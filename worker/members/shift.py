@@ -279,8 +279,9 @@ class Shift:
                 work, Ending(Report.RETRY, StopReason.AGENT_ERROR, error=describe(error))
             )
         finally:
-            if work.task is not None:
+            if work.task is not None and work.task in self._strays:
                 self._strays.discard(work.task)
+                self._reporter.left_behind(work)
 
     # --- the queue's answers ---------------------------------------------------------------------
     def _landed(self, work: Work, outcome: str) -> None:

@@ -105,6 +105,8 @@ class Work:
     """How often it was resumed, this attempt included, once what it parked was read."""
     num_earlier_spans: int = 0
     """Of `spans`: those of earlier attempts, which stand first."""
+    num_counted_spans: int = 0
+    """Of `spans`: those that metrics had when the member's ending was decided."""
     spans: SpanRecorder = field(default_factory=SpanList)
     lifecycle: dict[str, float] = field(default_factory=dict)
     """Unix seconds of `attempt_start`, `gen_start`, `attempt_end`, as far as it got."""

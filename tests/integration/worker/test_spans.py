@@ -31,6 +31,7 @@ from worker.generate.agent_function import AgentFunction
 from worker.generate.environment import EpisodeRules, episodes
 from worker.generate.records import merge_records, record_call
 from worker.telemetry.catalog import SPANS
+from worker.telemetry.spans import timed
 from worker.tito.load import render_prompt
 from worker.tools import FunctionTool
 from worker.types import GenerateInput, GenerateOutput
@@ -334,3 +335,30 @@ async def test_a_telemetry_that_only_fails_changes_nothing_for_a_group(
     await stage.run.audit()
     parts.metrics.flush()
     assert parts.metrics.guard.num_failures > 2
+
+
+async def test_a_part_that_ignores_its_cancellation_is_recorded_when_it_ends(
+    stage: Stage, qwen3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.members.shift.STRAY_AFTER_S", 0.05)
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def stubborn(given: GenerateInput) -> GenerateOutput:
+        with timed(given.spans, "tool", 0):
+            entered.set()
+            while not go.is_set():
+                try:
+                    await go.wait()
+                except asyncio.CancelledError:
+                    continue
+        return await single_turn(given)
+
+    await stage.start(stubborn, [says(qwen3, DONE)])
+    await entered.wait()
+    assert await stage.stopped() == {"queue_wait": 1}
+    go.set()
+    await wait_until(lambda: spans_of(stage.parts).get("merge") == 1, what="its end")
+    await wait_until(lambda: not stage.parts.shift._strays, what="its task's end")
+    assert spans_of(stage.parts) == {
+        "queue_wait": 1, "tool": 1, "generate": 1, "merge": 1, "reward": 1
+    }  # fmt: skip
