@@ -179,6 +179,7 @@ def test_top_of_a_run_that_was_never_there_is_exit_code_3(
     assert "no run 'nobody'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_exit_code_130_and_no_traceback(run: Backstage, valkey_url: str) -> None:
     process = started(
         "--redis", valkey_url, "--run", run.queue.run, "--interval-s", "0.2",
@@ -191,6 +192,7 @@ def test_an_interrupt_is_exit_code_130_and_no_traceback(run: Backstage, valkey_u
     assert (process.returncode, err) == (130, "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_without_a_word(run: Backstage, valkey_url: str) -> None:
     process = started(
         "--redis", valkey_url, "--run", run.queue.run, "--interval-s", "0.2", "--json",
@@ -205,6 +207,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_word(run: Backstage, valkey_u
     process.stderr.close()
 
 
+@pytest.mark.slow
 def test_a_terminal_of_40_columns_gets_a_page_and_its_cursor_back(
     run: Backstage, valkey_url: str
 ) -> None:
