@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from tests.ops.stack.watch import Watch
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="replicas need Linux's loopback"),
 ]
 DASHBOARDS = ROOT / "ops" / "grafana" / "dashboards"
@@ -51,11 +51,15 @@ def watch(stack: Stack) -> Watch:
 
 
 def expressions_of(stack: Stack) -> list[Expression]:
-    """Return every expression, of panels and rules."""
+    """Return every expression, of panels and rules, once all variables have something to choose."""
+
+    def dashboards() -> list[Dashboard] | None:
+        files = sorted(DASHBOARDS.glob("*.json"))
+        made = [Dashboard(file, stack.prometheus, INTERVAL) for file in files]
+        return None if any(one.empty for one in made) else made
+
     found = list(of_rules(stack.prometheus))
-    for file in sorted(DASHBOARDS.glob("*.json")):
-        dashboard = Dashboard(file, stack.prometheus, INTERVAL)
-        assert not dashboard.empty, f"{file.name}: nothing to choose from: {dashboard.empty}"
+    for dashboard in stack.wait(dashboards, "every variable has something to choose from"):
         found += dashboard.expressions()
     names = [one.name for one in found]
     assert len(set(names)) == len(names), "two expressions of one name"
@@ -107,7 +111,7 @@ def test_every_rule_is_evaluated_and_every_alert_has_a_fault(stack: Stack) -> No
 def test_every_expression_has_an_answer_and_what_needs_a_fault_has_none(
     stack: Stack, watch: Watch
 ) -> None:
-    expressions = stack.wait(lambda: expressions_of(stack), "dashboards")
+    expressions = expressions_of(stack)
     plain = [one for one in expressions if not needs_fault(one.name)]
     faulty = [one for one in expressions if needs_fault(one.name)]
     watch.forget()
@@ -173,12 +177,11 @@ def again_and_again(stack: Stack, faults: Sequence[Fault]) -> Iterator[None]:
         thread.join(LIMIT_S)
 
 
-def wait_for_none(stack: Stack, missing: object) -> None:
+def wait_for_none(stack: Stack, missing: Callable[[], list[str]]) -> None:
     """Wait until nothing is missing any more; a failure names what is."""
     last: list[str] = []
 
     def none() -> bool:
-        assert callable(missing)
         last[:] = missing()
         return not last
 

@@ -287,8 +287,6 @@ class Stack(Machine):
             text = self.logs()
         finally:
             self.stop()
-            if self.names is not None:
-                self.names.close()
         with contextlib.suppress(AssertionError):
             self.wait(lambda: not list(self.left_running()), "all have ended", STOP_S)
         left = list(self.left_running())
@@ -296,6 +294,13 @@ class Stack(Machine):
         assert not gone, f"ended by themselves: {gone}\n{text}"
         assert not self.broken, f"faults that nobody mended: {self.broken}"
         assert set(codes.values()) == {0}, f"exit codes {codes}\n{text}"
+
+    def stop(self) -> None:
+        """End what runs, at once."""
+        super().stop()
+        if self.names is not None:
+            self.names.close()
+            self.names = None
 
     def left_running(self) -> Iterator[tuple[int, str]]:
         """Yield (pid, command) of every process that runs in the folder, whoever started it."""
@@ -309,8 +314,9 @@ class Stack(Machine):
         codes: dict[str, int] = {}
         server = f"{SERVER}-1"
         needed = [name for name in self.processes if name.startswith(("sim-", "verifier-"))]
-        others = [name for name in self.processes if name not in (server, *needed)]
-        for wave in (others, needed, [server]):
+        trainer = "trainer-1"
+        others = [name for name in self.processes if name not in (trainer, server, *needed)]
+        for wave in ([trainer], others, needed, [server]):
             for name in wave:
                 if name in self.broken:
                     self.signal(name, signal.SIGCONT)

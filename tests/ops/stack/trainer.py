@@ -22,7 +22,7 @@ from rollstream import GroupStream, StreamError, StreamStalled
 
 LOOK_S = 0.05
 """How often it looks whether it is to do something again."""
-STALL_S = 600.0
+STALL_S, STOP_S = 600.0, 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,12 @@ def train(stream: GroupStream, file: Path) -> None:
         time.sleep(pace.step_s)
 
 
-def push(stream: GroupStream, file: Path) -> None:
-    """Name new weights again and again, from a thread of its own."""
+def push(stream: GroupStream, file: Path, over: threading.Event) -> None:
+    """Name new weights again and again, from a thread of its own, and end between two updates."""
     while True:
         pace = Pace.read(file)
-        time.sleep(max(pace.version_s, LOOK_S))
+        if over.wait(max(pace.version_s, LOOK_S)):
+            return
         if pace.version_s < 0:
             continue
         try:
@@ -96,8 +97,14 @@ def main() -> None:
     run = os.environ["ROLLSTREAM_RUN__NAME"]
     with GroupStream.connect(url, run=run, connect_timeout_s=60) as stream:
         pace = Path(sys.argv[1])
-        threading.Thread(target=push, args=(stream, pace), daemon=True).start()
-        train(stream, pace)
+        over = threading.Event()
+        pushing = threading.Thread(target=push, args=(stream, pace, over), daemon=True)
+        pushing.start()
+        try:
+            train(stream, pace)
+        finally:  # an update that is left half-way leaves engines of which nobody takes tokens
+            over.set()
+            pushing.join(STOP_S)
 
 
 if __name__ == "__main__":
