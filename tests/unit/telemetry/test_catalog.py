@@ -152,7 +152,9 @@ def test_no_label_can_carry_what_has_no_bound() -> None:
 def words() -> Iterator[tuple[str, str]]:
     """Yield every word that may be a metric, in pages and in what is shipped, and where it is."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    shipped = [p for p in sorted((ROOT / "ops").rglob("*")) if p.is_file() and _is_text(p)]
+    folders = [ROOT / name for name in ("ops", "benchmarks", "examples")]
+    files = [path for folder in folders for path in sorted(folder.rglob("*"))]
+    shipped = [path for path in files if path.is_file() and _is_text(path)]
     for path in (*pages, *shipped):
         for word in re.findall(r"(?<![\w:.])rollout_[a-z_]*[a-z](?!\w)", path.read_text()):
             yield word, str(path.relative_to(ROOT))
