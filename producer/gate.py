@@ -210,8 +210,14 @@ class Gate:
             self._changed.set()  # lost, or over: the next scan finds out
         else:
             self._doubt = False
-            if self._room is not None:
-                self._room = max(0, self._room - landed)
+            self._use_room(scan, landed)
+
+    def _use_room(self, scan: Scan, landed: int) -> None:
+        if self._room is None:
+            return
+        self._room = max(0, self._room - landed)
+        if self._room == 0 and not scan.finished:
+            self._note_room(0)  # full again, and there is more to enqueue
 
     def _note_room(self, room: int) -> None:
         if room > 0:

@@ -73,10 +73,18 @@ async def test_an_outage_is_shown_and_outlived(run: Backstage, valkey_url: str) 
             assert it.value("redis_up") == 1
 
 
+@pytest.mark.parametrize("is_older", [False, True])
 async def test_a_run_that_was_removed_and_opened_anew_begins_at_0(
-    valkey_url: str, run: Backstage
+    valkey_url: str, run: Backstage, is_older: bool
 ) -> None:
+    """A producer of an older version does not write down when it opened the run."""
+
+    def age() -> None:
+        if is_older:
+            run.queue.client.hdel(f"{run.queue.prefix}m", "opened")
+
     async with watching(valkey_url, run.queue.run) as it:
+        age()
         end(run, 0, 1, 2)
         await it.look()
         assert acked(it) == 3
@@ -86,6 +94,7 @@ async def test_a_run_that_was_removed_and_opened_anew_begins_at_0(
         assert it.nonzero("run_state") == it.nonzero("queue_depth") == {}
         assert it.value("redis_up") == 1
         run.open()
+        age()
         end(run, 0)
         await it.look()
         assert acked(it) == 1

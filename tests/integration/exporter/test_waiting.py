@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rollstream.async_stream import AsyncGroupStream
 from rollstream.batch import Batch
 from rollstream.errors import StreamStalled
+from rollstream.queue.calls import ScriptCall
 from rollstream.stream import GroupStream
 from tests.backstage import Backstage, Connect
 from tests.integration.producer.scene import Trainer, producing, rows_file, settings_of
@@ -183,6 +185,51 @@ async def test_a_producer_is_blocked_while_there_is_no_room_and_not_while_there_
             await it_produces.gate.leave()
         await it.look()
         assert it.value("producer_blocked_seconds_total") == int(total_s * 1000) / 1000
+
+
+async def test_a_producer_that_fills_each_place_that_comes_free_is_blocked_in_between(
+    valkey_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """The bell rings before anybody read that there is no room."""
+    settings = settings_of(
+        valkey_url, run_name, rows_file(tmp_path, 12), "--producer.capacity_groups=4"
+    )
+    async with producing(settings) as it_produces, Trainer(valkey_url, run_name) as trainer:
+        held_s = 0.0
+        for done in range(6):
+            await trainer.until_live(range(done, done + 4))
+            seen_mono_s = time.monotonic()
+            await asyncio.sleep(0.05)
+            held_s += time.monotonic() - seen_mono_s
+            await trainer.ack(done)
+        # Only in the first of six places a prompt was refused; the gate hears a bit later of each.
+        assert it_produces.gate._blocked.total_s >= held_s / 2
+
+
+async def test_a_producer_whose_source_is_slow_is_not_blocked_meanwhile(
+    valkey_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(
+        valkey_url, run_name, rows_file(tmp_path, 6), "--producer.capacity_groups=4"
+    )
+    async with producing(settings) as it_produces, Trainer(valkey_url, run_name) as trainer:
+        started_mono_s, slow_s = time.monotonic(), 0.0
+        await trainer.until_live(range(4))
+        supply = it_produces.gate._supply
+        make_call = supply.call
+
+        def slowly(group_index: int) -> ScriptCall[str]:
+            nonlocal slow_s
+            began = time.monotonic()
+            time.sleep(0.3)
+            slow_s += time.monotonic() - began
+            return make_call(group_index)
+
+        monkeypatch.setattr(supply, "call", slowly)
+        await trainer.ack(0)
+        await trainer.until_live(range(1, 5))
+        slow_now_s, total_s = slow_s, it_produces.gate._blocked.total_s
+        assert total_s <= time.monotonic() - started_mono_s - slow_now_s
 
 
 async def test_two_producers_one_behind_the_other_add_up(
