@@ -46,8 +46,14 @@ def drain(args: argparse.Namespace) -> int:
         answer = queue.call(calls.drain())
         if answer.state not in _LIVE:
             raise CommandError(f"run {queue.run!r} is {answer.state}", PROBLEM)
-        with _progress(args) as tell:
-            left = _await(queue, started + wait_s, tell, trained=args.trained)
+        try:
+            with _progress(args) as tell:
+                left = _await(queue, started + wait_s, tell, trained=args.trained)
+        except KeyboardInterrupt:
+            if sys.stderr is not None:
+                print(f"run {queue.run} takes no new prompts until rollstream resume",
+                      file=sys.stderr)  # fmt: skip
+            raise
     over = not _open(left, trained=args.trained)
     waited_s = round(time.monotonic() - started, 1)
     if args.json:

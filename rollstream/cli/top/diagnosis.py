@@ -167,10 +167,9 @@ def _workers(window: Window) -> Diagnosis | None:
     if members and not last.workers:
         return Diagnosis(Cause.NO_WORKERS, f"{members} members wait and no worker is alive",
                          "start workers: rollstream worker")  # fmt: skip
-    full = last.depths.get("full", 0)
-    if full and not last.aggregators:
+    if last.full and not last.aggregators:
         return Diagnosis(Cause.NO_WORKERS,
-                         f"{full} groups wait for a verdict and no aggregator is alive",
+                         f"{last.full} groups wait for a verdict and no aggregator is alive",
                          "start one: rollstream worker --worker.role aggregator")  # fmt: skip
     return None
 
@@ -267,6 +266,28 @@ def _filters(window: Window) -> Diagnosis | None:
     return None
 
 
+def _batch(window: Window) -> Diagnosis | None:
+    """Say that the trainer's batch is larger than what may live: it waits for ever."""
+    last = window.last
+    has_all = last.is_blocked and last.delivered >= last.live
+    if not has_all or window.share("trainer_waits") < MOST:
+        return None
+    return Diagnosis(Cause.TRAINER_STARVED,
+                     f"by capacity: all {last.capacity} groups that may live are in its hands, and "
+                     "its batch is not full",
+                     "raise producer.capacity_groups above a batch")  # fmt: skip
+
+
+def _verdicts(window: Window) -> Diagnosis | None:
+    last = window.last
+    if not window.least("full") or last.full < MOST * last.live or _is_served(window):
+        return None
+    return Diagnosis(Cause.REWARD_SLOW,
+                     f"{last.full} of {last.live} live groups wait for their verdict: a group "
+                     "reward or a filter is slow",
+                     "a faster one, or more workers of the role aggregator")  # fmt: skip
+
+
 # --- where rollouts spend their time -------------------------------------------------------------
 def _source(window: Window) -> Diagnosis | None:
     last = window.last
@@ -339,5 +360,5 @@ def _elsewhere(window: Window, calls: float) -> Diagnosis | None:
 
 RULES: tuple[Rule, ...] = (
     _over, _paused, _draining, _redis, _workers, _prompts, _engines, _stale, _trainer, _filters,
-    _source, _rollouts,
+    _batch, _verdicts, _source, _rollouts,
 )  # fmt: skip

@@ -39,7 +39,7 @@ def figures(window: Window, diagnosis: Diagnosis) -> dict[str, Any]:
         "samples_per_min": _rounded(window.per_minute(completed)),
         "members": {"queued": last.depths.get("q", 0), "delayed": last.depths.get("d", 0),
                     "suspect": last.depths.get("s", 0), "leased": last.leased},
-        "groups": {"open": last.open, "full": last.depths.get("full", 0), "ready": last.ready,
+        "groups": {"open": last.open, "full": last.full, "ready": last.ready,
                    "delivered": last.delivered, "live": last.live,
                    "evaluations": last.depths.get("evaluations", 0)},
         "capacity": last.capacity,

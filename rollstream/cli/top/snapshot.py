@@ -96,6 +96,11 @@ class Snapshot:
         return self.depths.get("live", 0)
 
     @property
+    def full(self) -> int:
+        """Groups that wait for their verdict."""
+        return self.depths.get("full", 0)
+
+    @property
     def ready(self) -> int:
         """Groups that the trainer may take."""
         return self.depths.get("ready", 0)
@@ -108,7 +113,7 @@ class Snapshot:
     @property
     def open(self) -> int:
         """Groups of which a member has not ended."""
-        return max(0, self.live - self.depths.get("full", 0) - self.ready - self.delivered)
+        return max(0, self.live - self.full - self.ready - self.delivered)
 
     @property
     def trainer_waits(self) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from examples.devserver import die_with_parent
 from rollstream.cli.__main__ import main
 from rollstream.queue import calls
 from rollstream.queue.reads import RunInfo
@@ -125,6 +129,24 @@ def test_drain_of_a_run_that_an_operator_paused_changes_nothing_and_says_why(
     assert main(["drain", *where]) == 1
     assert "paused by an operator" in capsys.readouterr().err
     assert not info_of(run).draining
+
+
+@pytest.mark.slow
+def test_drain_that_is_interrupted_says_that_it_stays_in_force(
+    run: Backstage, where: list[str]
+) -> None:
+    run.enqueue(0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollstream.cli", "drain", *where],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert "2 members queued" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert err == f"run {run.queue.run} takes no new prompts until rollstream resume\n"
+    assert info_of(run).draining
 
 
 def test_drain_of_an_aborted_run_is_refused(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from examples.devserver import DevServer
+from examples.devserver import DevServer, die_with_parent
 from rollstream.cli.__main__ import main
 from rollstream.cli.top.reading import Reader
 from rollstream.cli.top.top import Watch
@@ -58,7 +58,7 @@ def watch_of(run: Backstage) -> tuple[Watch, Reader]:
 def started(*argv: str, **options: Any) -> subprocess.Popen[str]:
     """Start `rollstream top` as a process."""
     command = [sys.executable, "-m", "rollstream.cli", "top", *argv]
-    return subprocess.Popen(command, cwd=ROOT, text=True, **options)
+    return subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=die_with_parent, **options)
 
 
 # --- what is read --------------------------------------------------------------------------------

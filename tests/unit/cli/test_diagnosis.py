@@ -164,6 +164,25 @@ def test_a_trainer_with_plenty_of_groups_is_the_slowest_part() -> None:
     assert cause(looks(depths=plenty, trainer="waiting")) is not Cause.TRAINER_SLOW
 
 
+def test_a_batch_that_is_larger_than_the_capacity_starves_its_trainer() -> None:
+    held = {"ready": 0, "l": 0, "delivered": 64, "live": 64}
+    found = diagnose(looks(trainer="waiting", depths=held))
+    assert found.cause is Cause.TRAINER_STARVED
+    assert "all 64 groups that may live are in its hands" in found.evidence
+    assert cause(looks(trainer="here", depths=held)) is Cause.NOTHING
+
+
+def test_groups_that_pile_up_before_their_verdict_are_a_slow_group_reward_or_filter() -> None:
+    piled = {"ready": 0, "l": 8, "full": 50, "live": 60}
+    found = diagnose(looks(trainer="waiting", depths=piled))
+    assert found.cause is Cause.REWARD_SLOW
+    assert "50 of 60 live groups wait for their verdict" in found.evidence
+    assert cause(looks(trainer="here", depths=piled)) is Cause.NOTHING
+    assert cause([*looks(9, **STARVED), a_look(18.0, trainer="waiting", depths=piled)]) is not (
+        Cause.REWARD_SLOW
+    )
+
+
 # --- where rollouts spend their time -------------------------------------------------------------
 def test_few_tokens_a_second_are_a_slow_engine() -> None:
     slow = some_spans(generate=100.0, tokens=400)
