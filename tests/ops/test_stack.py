@@ -134,7 +134,6 @@ def test_alerts_fire_reach_alertmanager_and_end(stack: Stack, watch: Watch, phas
     asked = [one for one in expressions_of(stack) if needs_fault(one.name, faults)]
     stack.wait(lambda: watch.over(alerts), f"none of {alerts} fires yet", LIMIT_S)
     watch.forget()
-    begun: list[Fault] = []
 
     def missing() -> list[str]:
         watch.look()
@@ -145,15 +144,12 @@ def test_alerts_fire_reach_alertmanager_and_end(stack: Stack, watch: Watch, phas
             *(f"{n.name}: {watch.silent[n.name]}" for n in asked if n.name not in watch.answered),
         ]
 
-    try:
+    with contextlib.ExitStack() as mended:
         for fault in faults:
-            begun.append(fault)
+            mended.callback(fault.end, stack)
             fault.begin(stack)
         with again_and_again(stack, faults):
             wait_for_none(stack, missing)
-    finally:
-        for fault in reversed(begun):
-            fault.end(stack)
     stack.wait(lambda: watch.over(alerts), f"all of {alerts} end", LIMIT_S)
 
 

@@ -8,9 +8,12 @@ every group.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from tests.ops.composed import ROOT
 
 from .processes import REPLICAS, Stack
 from .trainer import Pace
@@ -90,7 +93,6 @@ def heal_engines(stack: Stack) -> None:
 
 
 # --- the server ----------------------------------------------------------------------------------
-ENOUGH = "6gb"
 JUNK, JUNK_BYTES, JUNK_S = 64, 1 << 20, 600
 
 
@@ -105,9 +107,11 @@ def evict(stack: Stack) -> None:
 
 
 def no_junk(stack: Stack) -> None:
-    """Give the server back what the compose file gives it, and remove what is left."""
+    """Give the server back what its configuration gives it, and remove what is left."""
+    given = re.search(r"^maxmemory (\S+)", (ROOT / "ops" / "redis.conf").read_text(), re.MULTILINE)
+    assert given
     with stack.operator() as server:
-        server.config_set("maxmemory", ENOUGH)
+        server.config_set("maxmemory", given[1])
         server.config_set("maxmemory-policy", "noeviction")
         server.delete(*(f"junk:{number}" for number in range(JUNK)))
 
