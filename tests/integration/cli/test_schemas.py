@@ -111,6 +111,16 @@ def test_the_page_has_every_command_option_and_key_as_they_are() -> None:
     assert PAGE.read_text() == updated(PAGE.read_text()), "python -m docs.make_cli"
 
 
+def test_the_page_has_every_question_of_doctor() -> None:
+    asked = re.compile(r"(?:\bFinding|report\.problem|report\.note)\(\s*\"(\w+)\"")
+    package = PAGE.parents[1] / "rollstream"
+    sources = [*(package / "cli").glob("*.py"), package / "health.py"]
+    checks = {word for source in sources for word in asked.findall(source.read_text())}
+    page = PAGE.read_text().partition("## What doctor asks")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {word for row in rows for word in re.findall(r"`(\w+)`", row)} == checks
+
+
 def test_the_page_has_every_exit_code() -> None:
     found = {int(code) for code in re.findall(r"^\| (\d+) \| ", PAGE.read_text(), re.MULTILINE)}
     known = {value for name, value in vars(exits).items() if name.isupper() and value != ""
