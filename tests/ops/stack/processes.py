@@ -27,7 +27,7 @@ from tests.ops.debian import tools
 from . import shorter
 from .monitor import Alertmanager, Prometheus, post
 from .names import NameServer, resolving_by
-from .trainer import Pace
+from .trainer import CONNECTED, Pace
 
 REPLICAS = {"sim": 2, "worker": 3}
 NOT_HERE = {"grafana"}
@@ -199,6 +199,7 @@ class Stack(Machine):
                 stderr=log,
                 preexec_fn=die_with_parent,
             )
+        self.wait(lambda: CONNECTED in self.log("trainer-1"), "the trainer is connected")
 
     @property
     def run(self) -> str:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from rollstream import GroupStream, StreamError, StreamStalled
 
+CONNECTED = "connected"
+"""Its first line; from there on it ends well by a signal."""
 LOOK_S = 0.05
 """How often it looks whether it is to do something again."""
 STALL_S, STOP_S = 600.0, 40.0
@@ -97,6 +99,7 @@ def main() -> None:
     run = os.environ["ROLLSTREAM_RUN__NAME"]
     with GroupStream.connect(url, run=run, connect_timeout_s=60) as stream:
         pace = Path(sys.argv[1])
+        say(CONNECTED)
         over = threading.Event()
         pushing = threading.Thread(target=push, args=(stream, pace, over), daemon=True)
         pushing.start()
