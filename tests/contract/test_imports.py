@@ -18,7 +18,8 @@ OF_THE_APPS = {
     "config_keys.py": {"pydantic"},
     "masking.py": {"pydantic"},
     "logs.py": {"structlog"},
-    "cli": {"rich"},
+    # A page of tokens shows their texts where a tokenizer is named and installed.
+    "cli": {"rich", "tokenizers", "huggingface_hub"},
 }
 """The modules that only the apps and the command line load, and what these may import more."""
 
