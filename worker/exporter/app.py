@@ -47,7 +47,7 @@ class Exporter:
         self.server = TelemetryServer(self.figures, lag_s=lambda: self._lag_s, ready=self._ready)
         self._link = Link("exporter")
         # On the run's own server an outage of it is said already.
-        self._jobs_link = None if settings.rq.url is None else Link("exporter.jobs")
+        self._jobs_link = None if settings.rq.url is None else Link("exporter_jobs")
         self._lag_s = 0.0
         self._is_up = self._has_run = False
         self._said = ""
