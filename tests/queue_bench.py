@@ -133,7 +133,9 @@ class Bench:
     def full(self, gid: int, n: int = 2) -> StreamEntry:
         """Bring a new group to `full` and take its entry, as an aggregator does."""
         assert self.enqueue(gid, n=n) == ["new"]
-        leases = [lease for lease in self.lease() if lease.group_index == str(gid)]
+        leases: list[Lease] = []
+        while len(leases) < n and (part := self.lease()):
+            leases += [lease for lease in part if lease.group_index == str(gid)]
         assert set(self.complete(leases)) == {"ok"}
         entries = self.queue.read_full("aggregator", count=100, block_s=0)
         return next(entry for entry in entries if entry.group_index == str(gid))
