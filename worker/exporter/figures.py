@@ -96,6 +96,7 @@ class Figures:
         ):  # fmt: skip
             for child in self._registry.gauges(name).values():
                 child.set(0)
+        gauge("rollout_run_state", catalog.UNREADABLE).set(not is_gone)
 
     def seen(self, run: Overview, *, trainer_connected: bool) -> None:
         """Publish one look at the run."""

@@ -89,7 +89,9 @@ QUEUES = (
     "queued", "delayed", "suspect", "leased", "full", "ready", "delivered", "live", "evaluations",
 )  # fmt: skip
 AGED_QUEUES = ("queued", "full", "ready", "delivered")
-RUN_STATES = ("running", "paused", "aborting", "ended", "failed")
+UNREADABLE = "unreadable"
+"""Of a run that is there and that the exporter cannot read, or may not."""
+RUN_STATES = ("running", "paused", "aborting", "ended", "failed", UNREADABLE)
 ROLES = ("worker", "aggregator", "producer")
 STALE_PLACES = ("running", "ready", "hand_out")
 
@@ -388,7 +390,7 @@ _RUN = (
         "gauge", "accounting_difference",
         "Groups enqueued less those acked, dropped and live: anything but 0 is a loss",
     ),
-    _spec("gauge", "run_state", "1 for the state that the run is in", state=RUN_STATES),
+    _spec("gauge", "run_state", "1 for the state that the run is in; none of them: no run", state=RUN_STATES),
     _spec("gauge", "processes", "Processes that were seen alive", role=ROLES),
     _spec(
         "counter", "members_failed_total", "Members that failed for good", reason=MEMBER_REASONS

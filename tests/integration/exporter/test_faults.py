@@ -140,7 +140,7 @@ async def test_a_run_of_another_version_is_none_that_is_read(
         schema: Any = client.hget(key, "schema")
         client.hset(key, "schema", 99)
         await it.look()
-        assert it.nonzero("run_state") == {}
+        assert it.nonzero("run_state") == {("unreadable",): 1}
         assert await it.exporter._ready() == {"redis": True, "run": False}
         assert acked(it) == 1
         client.hset(key, "schema", schema)
@@ -163,6 +163,7 @@ async def test_a_key_that_is_another_programs_ends_nothing(
         client.delete(name)
         client.lpush(name, "theirs")
         await it.look()
+        assert it.nonzero("run_state") == {("unreadable",): 1}
         assert await it.exporter._ready() == {"redis": True, "run": False}
         assert acked(it) == 1
         client.restore(name, 0, kept, replace=True)
