@@ -86,6 +86,20 @@ def walk(stack: Stack) -> None:
     stack.pace(Pace())
 
 
+MANY, FEW = 16, 12
+"""Groups that are ready: enough that some are left, and few enough that most places are free."""
+
+
+def spoil_and_hold(stack: Stack) -> None:
+    """Leave a few groups that nobody takes, and work for all workers, of which nothing comes."""
+    stack.pace(Pace(groups=0))
+    stack.wait(lambda: stack.num_ready() >= MANY, "groups are ready")
+    stack.engines(NO_GOOD)
+    stack.pace(Pace(groups=2, step_s=0.3))
+    stack.wait(lambda: stack.num_ready() <= FEW, "most groups are taken")
+    stack.pace(Pace(groups=0))
+
+
 def heal_engines(stack: Stack) -> None:
     """Have nothing go wrong from here on, and lose what hangs."""
     stack.engines({})
@@ -125,16 +139,12 @@ def miscount(stack: Stack, by: int) -> None:
 # --- the table -----------------------------------------------------------------------------------
 BESIDE_LOAD = (
     Fault(
-        "a trainer takes nothing",
-        frozenset({"OldestPendingTooOld"}),
-        lambda stack: stack.pace(Pace(groups=0)),
-        lambda stack: stack.pace(Pace()),
-    ),
-    Fault(
-        "engines fail most samples and lie about the rest",
-        frozenset({"AbortRatioHigh", "FilterDropRatioHigh", "TokenMismatch"}),
-        lambda stack: stack.engines(NO_GOOD),
-        heal_engines,
+        "engines fail most samples and lie about the rest, and a trainer takes nothing",
+        frozenset(
+            {"AbortRatioHigh", "FilterDropRatioHigh", "TokenMismatch", "OldestPendingTooOld"}
+        ),
+        spoil_and_hold,
+        walk,
     ),
     Fault(
         "an engine is stopped",

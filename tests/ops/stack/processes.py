@@ -21,6 +21,7 @@ import redis
 
 from examples.demo.children import answers
 from examples.devserver import die_with_parent
+from rollstream.queue.blocking import BlockingQueue
 from tests.ops.composed import SERVER, Machine, Network, load
 from tests.ops.debian import tools
 
@@ -256,6 +257,14 @@ class Stack(Machine):
         """Return a client of the server that may change its settings."""
         host, port = self.address("redis").split(":")
         return redis.Redis(host, int(port), username="operator", password="any")
+
+    def num_ready(self) -> int:
+        """Return how many groups wait for the trainer."""
+        queue = BlockingQueue.connect(self.url, self.run)
+        try:
+            return queue.depths()["ready"]
+        finally:
+            queue.close()
 
     # --- looking ---------------------------------------------------------------------------------
     def wait(self, holds: Any, claim: str, timeout_s: float = START_S) -> Any:
