@@ -2,7 +2,8 @@
 
 Owns a bounded buffer and the one thread that writes. Never raises, and never makes whoever logs
 wait: a line that has no room is dropped and counted. Invariant: every line is written whole and in
-order, or counted in `lines_dropped`; nothing here waits longer than `FLUSH_S`, not even at the end.
+order, or counted in `lines_dropped`, and what was written of such a one is a line for itself;
+nothing here waits longer than `FLUSH_S`, not even at the end.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class LineHandler(logging.Handler):
         super().__init__()
         self.num_dropped = 0
         self._descriptor, self._max_bytes = descriptor, max_bytes
+        self._is_torn = False
         self._start_anew(may_thread=True)
         _handlers.add(self)
 
@@ -105,10 +107,26 @@ class LineHandler(logging.Handler):
                     return
                 self._changed.wait(left_s)
 
+    def close(self) -> None:
+        """Write what waits; lines that come later are written at once, as far as none blocks.
+
+        At the end of a process (`logging.shutdown`) nobody flushes any more, and the thread stops
+        without notice: what finalizers and the last callbacks say would be lost.
+        """
+        self.flush()
+        with self._changed:
+            if not (self._lines or self._is_writing):
+                self._may_thread, self._thread = False, None
+                self._changed.notify_all()
+        super().close()
+
     def _run(self) -> None:
+        me = threading.current_thread()
         while True:
             with self._changed:
                 while not self._lines:
+                    if self._thread is not me:
+                        return  # closed
                     self._changed.wait()
                 line = self._lines.popleft()
                 self._num_bytes -= len(line)
@@ -121,14 +139,28 @@ class LineHandler(logging.Handler):
                 self._say_dropped()
 
     def _write(self, line: bytes) -> bool:
-        left = memoryview(line)
+        left = memoryview(self._begun(line))
         try:
             while left:
-                left = left[os.write(self._descriptor, left) :]
+                try:
+                    left = left[os.write(self._descriptor, left) :]
+                except BlockingIOError:  # whoever we share it with made it so
+                    _wait_writable(self._descriptor)
         except OSError:  # a full disk, a reader that left: the next line may find it mended
-            self.num_dropped += 1
+            self._tear(line, len(left))
             return False
+        self._is_torn = False
         return True
+
+    def _begun(self, line: bytes) -> bytes:
+        """Return a line that does not go on where a torn one stopped."""
+        return b"\n" + line if self._is_torn else line
+
+    def _tear(self, line: bytes, num_left: int) -> None:
+        """Count a line of which the last bytes, perhaps all, could not be written."""
+        self.num_dropped += 1
+        if num_left <= len(line):  # else not even the end of the one before was written
+            self._is_torn = num_left < len(line)
 
     def _say_dropped(self) -> None:
         """Say that lines are missing where they are, once there is room again."""
@@ -145,23 +177,33 @@ class LineHandler(logging.Handler):
         while self._lines:
             line = self._lines.popleft()
             self._num_bytes -= len(line)
-            parts = range(0, len(line), _ATOMIC_BYTES)
-            if not all(self._write_part(line[i : i + _ATOMIC_BYTES]) for i in parts):
-                self.num_dropped += 1
+            left = memoryview(self._begun(line))
+            while left and (written := self._write_part(left[:_ATOMIC_BYTES])):
+                left = left[written:]
+            if left:
+                self._tear(line, len(left))
+            else:
+                self._is_torn = False
 
-    def _write_part(self, part: bytes) -> bool:
+    def _write_part(self, part: memoryview) -> int:
         if not _is_writable(self._descriptor):
-            return False
+            return 0
         try:
-            return os.write(self._descriptor, part) == len(part)
+            return os.write(self._descriptor, part)
         except OSError:
-            return False
+            return 0
 
 
 def _is_writable(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return any(events & select.POLLOUT for _, events in poll.poll(0))
+
+
+def _wait_writable(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    poll.poll()
 
 
 def _in_forked_process() -> None:

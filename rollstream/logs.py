@@ -207,7 +207,9 @@ def _clean(value: Any, depth: int) -> Any:
         return [_clean(one, depth - 1) for one in value]
     if depth and isinstance(value, dict):
         return {str(key): _clean(one, depth - 1) for key, one in value.items()}
-    return value
+    if value is None or isinstance(value, bool | int):
+        return value
+    return _clean(str(value), 0)  # an exception has addresses in it, too
 
 
 def _in_order(_logger: Any, _method: str, record: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,67 @@ def test_a_broken_descriptor_is_counted_line_by_line(how: str, pipe: tuple[int, 
     os.close(descriptor)
 
 
+def test_a_pipe_that_does_not_block_gets_every_line_whole(pipe: tuple[int, int]) -> None:
+    os.set_blocking(pipe[1], False)  # whoever shares the descriptor may do that at any time
+    handler = LineHandler(pipe[1])
+    texts = [f"{i}:" + "x" * 9000 for i in range(40)]
+    for text in texts:
+        handler.emit(record(text))
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.extend(read_all(pipe[0])))
+    reader.start()
+    handler.flush()
+    os.close(pipe[1])
+    reader.join(20)
+    assert (got, handler.num_dropped) == (texts, 0)
+
+
+@pytest.mark.parametrize("with_thread", [True, False])
+def test_what_is_left_of_a_torn_line_does_not_take_the_next_one_with_it(
+    tmp_path: Path, with_thread: bool
+) -> None:
+    code = f"""
+import logging, os, resource, signal, sys
+from rollstream.log_sink import LineHandler
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+handler = LineHandler(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_APPEND))
+if not {with_thread}:
+    handler._start_anew(may_thread=False)
+def say(text):
+    handler.emit(logging.LogRecord("a", logging.INFO, "f", 1, text, None, None))
+    handler.flush()
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+say("first")
+say("torn in the middle")
+say("nothing of it")
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+say("next")
+print(handler.num_dropped)
+"""
+    file = tmp_path / "log"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True,
+                          check=True, timeout=20)  # fmt: skip
+    assert file.read_text().splitlines() == ["first", "torn", "next"]
+    assert done.stdout == "2\n"
+
+
+def test_lines_of_the_very_end_of_a_process_are_written() -> None:
+    code = """
+import atexit
+atexit.register(lambda: log.error("last"))  # before logging is imported: it is called behind it
+import logging
+from rollstream.logs import configure
+configure()
+log = logging.getLogger("a")
+log.error("first")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          timeout=20)  # fmt: skip
+    told = [json.loads(line)["event"] for line in done.stderr.splitlines()]
+    assert told == ["first", "last"]
+
+
 def test_a_record_that_cannot_be_printed_is_a_line_all_the_same(pipe: tuple[int, int]) -> None:
     class Odd:
         def __str__(self) -> str:
@@ -149,7 +211,8 @@ bind_process(run="r", incarnation="i")
 structlog.contextvars.bind_contextvars(group_index=7, member=2)
 log = structlog.get_logger("worker")
 log.info("own", url="redis://:hunter2@h", deep=[{"at": "http://u:hunter2@h"}], nan=math.nan,
-         odd="\\udcff", text_of_two_lines="a\\nb")
+         odd="\\udcff", text_of_two_lines="a\\nb", error=OSError("no rediss://:hunter2@h"),
+         far_down=[[[[[[math.nan, {(1,): "http://u:hunter2@h"}]]]]]])
 logging.getLogger("a.library").warning("a message with %s", "values")
 warnings.warn("old", UserWarning)
 
