@@ -50,6 +50,8 @@ for _spec in CATALOG:
 COUNTERS = {spec.name for spec in CATALOG if spec.kind == "counter"} | FOREIGN_COUNTERS
 CUMULATIVE = COUNTERS | {name for name, specs in _SERIES.items() if specs[0].kind == "histogram"}
 """What only grows, so that its value says nothing and its rate does."""
+OF_THE_RUN = {name for name, specs in _SERIES.items() if {s.process for s in specs} == {"exporter"}}
+"""What every exporter says of the one run."""
 NAN_WITHOUT_ENGINE = {spec.name for spec in CATALOG if "engine" in spec.labels} - COUNTERS
 
 
@@ -121,6 +123,27 @@ def bare(expr: str, names: Iterable[str], around: str) -> list[str]:
         for found in re.finditer(rf"(?<![\w:]){re.escape(name)}(?![\w:])", expr)
         if not re.search(rf"\b(?:{around})\(\s*$", expr[: found.start()])
     ]
+
+
+def aggregations(expr: str, name: str) -> Iterator[str]:
+    """Yield, of each place where a series stands, what adds it up nearest; "" where nothing does.
+
+    Args:
+        expr: of a panel or a rule.
+        name: of the series.
+    """
+    plain = re.sub(r"\b(?:by|without)\s*\([^)]*\)", "", expr)
+    for found in re.finditer(rf"(?<![\w:]){re.escape(name)}(?![\w:])", plain):
+        depth, nearest = 0, ""
+        for opened in reversed(list(re.finditer(r"[()]", plain[: found.start()]))):
+            depth += 1 if opened[0] == ")" else -1
+            word = re.search(r"(\w+)\s*$", plain[: opened.start()])
+            if depth < 0:
+                depth = 0
+                if word and word[1] in ("sum", "avg", "min", "max", "count"):
+                    nearest = word[1]
+                    break
+        yield nearest
 
 
 def windows(expr: str) -> Iterator[str]:

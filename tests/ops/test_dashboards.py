@@ -20,7 +20,17 @@ import yaml
 from ops.dashboards.__main__ import FOLDER, files, main
 from ops.dashboards.panels import names_of
 from tests.ops.debian import alone, tools
-from tests.ops.promql import CUMULATIVE, NAN_WITHOUT_ENGINE, ROOT, bare, recorded, unknown, windows
+from tests.ops.promql import (
+    CUMULATIVE,
+    NAN_WITHOUT_ENGINE,
+    OF_THE_RUN,
+    ROOT,
+    aggregations,
+    bare,
+    recorded,
+    unknown,
+    windows,
+)
 
 BOARDS: dict[str, dict[str, Any]] = {name: json.loads(text) for name, text in files().items()}
 UNITS = {"none", "short", "s", "percentunit", "reqps", "ops", "bytes", "Bps"}
@@ -215,6 +225,16 @@ def test_panels_add_no_place_without_an_engine() -> None:
             assert re.search(rf"{name}(\{{[^}}]*\}})? >= 0\)", expr), title
 
 
+def test_what_two_exporters_say_of_the_run_is_drawn_once() -> None:
+    """One that is replaced is scraped for a while under two addresses."""
+    drawn = 0
+    for title, expr in questions():
+        for name in set(names_of(expr)) & OF_THE_RUN:
+            assert set(aggregations(expr, name)) == {"max"}, (title, expr)
+            drawn += 1
+    assert drawn > 20
+
+
 def test_legends_name_the_labels_that_are_left_of_a_sum() -> None:
     for title, panel in PANELS.items():
         for target in panel["targets"]:
@@ -222,6 +242,7 @@ def test_legends_name_the_labels_that_are_left_of_a_sum() -> None:
             used = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
             if names_of(expr)[0] in recorded():
                 expr = f"{expr} {_deep(names_of(expr)[0])}"
+            expr = re.sub(r"(?<=\()max by \([^)]*\)", "max", expr)  # a sum is around it
             kept = {
                 label
                 for labels in re.findall(r"\bby \(([^)]*)\)", expr)

@@ -24,7 +24,9 @@ from tests.ops.debian import tools
 from tests.ops.promql import (
     COUNTERS,
     CUMULATIVE,
+    OF_THE_RUN,
     ROOT,
+    aggregations,
     bare,
     load,
     recorded,
@@ -117,6 +119,13 @@ def test_rules_see_counters_by_their_rate_only(file: str) -> None:
             assert set(found) <= COUNTERS
         else:
             assert found == [], rule
+
+
+@pytest.mark.parametrize("file", ["recording.yml", "alerts.yml"])
+def test_rules_add_up_nothing_that_each_exporter_says_of_the_same_run(file: str) -> None:
+    for rule in rules(file):
+        for name in set(names_of(rule["expr"])) & OF_THE_RUN:
+            assert set(aggregations(rule["expr"], name)) <= {"max", ""}, rule
 
 
 @pytest.mark.parametrize("file", ["recording.yml", "alerts.yml"])
