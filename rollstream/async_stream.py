@@ -23,8 +23,9 @@ from rollstream.evaluation.eval_result import EvalResult
 from rollstream.evaluation.evaluate import EvalPrompt
 from rollstream.queue.reads import RunInfo
 from rollstream.runs import Interrupted
-from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
+from rollstream.stream import GroupStream, check_bounds
 from rollstream.trainer.control import PauseMode
+from rollstream.trainer.steering import ACK_TIMEOUT_S
 from rollstream.updates.weights import NOTHING_SAMPLED, Updating, WeightUpdate
 
 T = TypeVar("T")

@@ -24,8 +24,9 @@ from rollstream.frontier import TerminalIds
 from rollstream.group import FinishedGroup
 from rollstream.queue.keys import SCHEMA
 from rollstream.queue.reads import RunInfo
-from rollstream.stream import ACK_TIMEOUT_S, GroupStream, check_bounds
+from rollstream.stream import GroupStream, check_bounds
 from rollstream.trainer.checkpoint import FRESH, MAX_VERSION, Checkpoint
+from rollstream.trainer.steering import ACK_TIMEOUT_S
 from rollstream.updates.weights import BUSY, Updating, WeightUpdate
 
 if TYPE_CHECKING:
