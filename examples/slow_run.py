@@ -36,7 +36,7 @@ from examples.small_run import (
     stack,
 )
 from rollstream import GroupStream
-from rollstream.errors import StreamStalled
+from rollstream.errors import ConsumerTaken, StreamStalled
 from rollstream.sample import Sample
 
 N = 4
@@ -194,7 +194,7 @@ def _wait(seconds: float | None, trainer: threading.Thread) -> None:
 
 
 def _train(url: str, run: str, fault: Fault, there: threading.Event, stop: threading.Event) -> None:
-    """Take batches, be busy for a step, ack; until told to stop."""
+    """Take batches, be busy for a step, ack; until told to stop, or replaced by another trainer."""
     with GroupStream.connect(url, run=run, connect_timeout_s=READY_S) as stream:
         there.set()
         while not stop.is_set():
@@ -211,6 +211,9 @@ def _train(url: str, run: str, fault: Fault, there: threading.Event, stop: threa
                 return  # no more prompts
             except StreamStalled:
                 continue  # nothing ended for a second: ask again, or stop
+            except ConsumerTaken as taken:  # e.g. `rollstream dump`
+                print(f"\n{taken}; the run goes on without", flush=True)
+                stop.wait()
 
 
 if __name__ == "__main__":

@@ -98,6 +98,16 @@ def test_top_names_the_cause_of_a_run_that_is_slow_by(
             seen.append(record["cause"])
 
 
+def test_a_slow_run_goes_on_where_somebody_else_takes_its_groups() -> None:
+    with process("examples.slow_run", "reward") as running:
+        url = told(running, r"--redis (\S+)")
+        with GroupStream.connect(url, run="slow_reward") as other:
+            assert told(running, "(the run goes on)")
+            batch = next(other.batches(groups=1, timeout_s=WITHIN_S))
+            batch.ack()
+        assert running.poll() is None
+
+
 def test_drain_brings_a_run_to_rest_with_nothing_lost_and_its_worker_has_nothing_to_give_back(
     vocabulary: Path, tmp_path: Path
 ) -> None:
