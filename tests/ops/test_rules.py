@@ -138,9 +138,7 @@ def test_threshold_on_a_quantile_is_a_bucket_edge_below_the_last() -> None:
     """Between two edges a quantile is a guess, and above the last it never is."""
     held = set()
     for name, rule in ALERTS.items():
-        for source, threshold in re.findall(
-            r"(rollstream:\S+:p\d+_\w+)\S* > ([\d.]+)", rule["expr"]
-        ):
+        for source, threshold in QUANTILE.findall(rule["expr"]):
             (histogram,) = names_of(recorded()[source])
             (spec,) = (s for s in CATALOG if histogram == f"{s.name}_bucket")
             assert float(threshold) in spec.buckets[:-1], (name, threshold, spec.buckets)
@@ -150,9 +148,7 @@ def test_threshold_on_a_quantile_is_a_bucket_edge_below_the_last() -> None:
 
 def test_ages_are_bucket_edges_and_are_marked_for_scaling() -> None:
     for name, rule in ALERTS.items():
-        ages = re.findall(
-            r"_age_seconds(?:\{[^}]*\})?\) > (\d+)(  # s)?$", rule["expr"], flags=re.MULTILINE
-        )
+        ages = AGE.findall(rule["expr"])
         assert len(ages) == rule["expr"].count("_age_seconds"), name
         assert all(int(age) in SECONDS_BUCKETS and mark for age, mark in ages), name
 
