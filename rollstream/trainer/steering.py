@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from rollstream.trainer import control
+from rollstream.trainer.control import PauseMode
 from rollstream.trainer.hold import Hold
 from rollstream.updates.weights import Weights
 
@@ -47,7 +48,7 @@ class Steering:
 
     def pause(
         self,
-        mode: control.PauseMode = "keep",
+        mode: PauseMode = "keep",
         deadline_s: float = 0.0,
         *,
         timeout_s: float = ACK_TIMEOUT_S,

@@ -15,7 +15,7 @@ from tests.backstage import Backstage, wait_until
 
 def test_async_stream_has_every_method_of_the_stream() -> None:
     def public(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
+        return {name for name in dir(kind) if not name.startswith("_")}
 
     only_sync = public(GroupStream) - public(AsyncGroupStream)
     assert only_sync == {"close", "take_back"}
