@@ -60,7 +60,7 @@ _BY_VIEW = "env, kind"
 _MEAN = (
     f"({rate('rollout_reward_gained_total', _BY_VIEW, _CHOSEN)}"
     f" - {rate('rollout_reward_lost_total', _BY_VIEW, _CHOSEN)})"
-    f" / {rate('rollout_rewards_total', _BY_VIEW, _CHOSEN)}"
+    f" / ({rate('rollout_rewards_total', _BY_VIEW, _CHOSEN)} > 0)"
 )
 _REWARDS = (
     Panel(
@@ -86,7 +86,7 @@ _MEMBERS = (
         [
             Query(
                 f"{rate('rollout_turns_total', 'env', _CHOSEN)}"
-                f" / {rate('rollout_samples_total', 'env', _CHOSEN)}",
+                f" / ({rate('rollout_samples_total', 'env', _CHOSEN)} > 0)",
                 "{{env}}",
             )
         ],

@@ -173,7 +173,7 @@ _TIME = (
         [
             Query(
                 f"{rate('rollout_span_duration_seconds_sum', 'span')}"
-                f" / on () group_left () {rate('rollout_samples_total')}",
+                f" / on () group_left () ({rate('rollout_samples_total')} > 0)",
                 "{{span}}",
             )
         ],

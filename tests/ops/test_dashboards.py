@@ -28,6 +28,7 @@ from tests.ops.promql import (
     aggregations,
     bare,
     recorded,
+    rules,
     unknown,
     windows,
 )
@@ -233,6 +234,17 @@ def test_what_two_exporters_say_of_the_run_is_drawn_once() -> None:
             assert set(aggregations(expr, name)) == {"max"}, (title, expr)
             drawn += 1
     assert drawn > 20
+
+
+def test_nothing_is_divided_by_nothing() -> None:
+    """What comes of it is NaN or infinite, and one point of that takes the whole axis."""
+    asked = [*questions(), *recorded().items()]
+    asked += [(rule["alert"], rule["expr"]) for rule in rules("alerts.yml")]
+    divided = [(title, expr.split(" / ")[1:]) for title, expr in asked if " / " in expr]
+    assert len(divided) > 5
+    for title, (by,) in divided:
+        inner = re.sub(r"^on \(\) group_left \(\) ", "", by)
+        assert re.match(r"\(.* > 0\)(?: > [\d.]+)?$", inner.strip()), (title, by)
 
 
 def test_legends_name_the_labels_that_are_left_of_a_sum() -> None:
