@@ -311,6 +311,23 @@ class SpanRecorder(Protocol):
         """Add one span."""
         ...
 
+    def ended(
+        self, name: str, turn: int, start_mono_s: float, error: BaseException | None = None
+    ) -> float:
+        """Add the span of a part that ended just now, and return its seconds.
+
+        Args:
+            name: of the part.
+            turn: it belongs to; -1 is the whole trajectory.
+            start_mono_s: when it began, by `time.monotonic()`.
+            error: what ended it; None where it ended well.
+        """
+        ...
+
+    def unix_s(self, mono_s: float) -> float:
+        """Return a time of `time.monotonic()` by the wall clock that spans go by."""
+        ...
+
     @property
     def spans(self) -> list[Span]:
         """What was recorded, in order."""

@@ -21,7 +21,6 @@ from rollstream.sample import UNKNOWN_VERSION, empty_ids
 from ..engines.faults import Detail
 from ..generate.budget import Room, cut_by, effective, room_left
 from ..sampling import Sampling
-from ..telemetry.spans import timed
 from ..types import Completion, Finish, GenerateInput
 from .context import Answer, Context
 from .live import LiveReply
@@ -182,7 +181,8 @@ class Caller:
         asked = effective(sampling, room, given.turn_seed(number))
         version = given.version()
         try:
-            with timed(given.spans, "generate", number):
+            start_mono_s = time.monotonic()
+            try:
                 completion = await given.engine.generate(
                     request,
                     asked,
@@ -191,6 +191,10 @@ class Caller:
                     deadline_s=max(given.deadline - time.monotonic(), 0.001),
                     salt=self._salt,
                 )
+            except BaseException as error:
+                given.spans.ended("generate", number, start_mono_s, error)
+                raise
+            given.spans.ended("generate", number, start_mono_s)
         except Withheld:
             if given.opened is None:
                 raise

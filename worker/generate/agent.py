@@ -150,7 +150,8 @@ class Agents:
         self, given: GenerateInput, agent: AgentFunction, rules: Any, limits: AgentLimits
     ) -> GenerateOutput:
         session = self._sessions.open(given, rules)
-        start_unix_s, start_mono_s = time.time(), time.monotonic()
+        start_mono_s = time.monotonic()
+        start_unix_s = given.spans.unix_s(start_mono_s)
         # A pause moves the sample's deadline, and the agent's with it.
         earlier_s = 0.0
         if limits.timeout_s is not None:

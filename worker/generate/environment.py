@@ -30,7 +30,6 @@ from ..environments.types import EnvSample
 from ..environments.values import Step, assistant_message
 from ..offload import render
 from ..sampling import call_seed
-from ..telemetry.spans import timed
 from ..tito.ids import prompt_ids
 from ..tools import ToolError, tool_specs
 from ..tools.caps import Cap
@@ -270,9 +269,10 @@ class _Spent:
 @contextmanager
 def _outside(given: GenerateInput, turn: int) -> Iterator[_Spent]:
     """Record the time of an environment as that of a tool."""
-    spent, start = _Spent(), time.monotonic()
+    spent, start_mono_s = _Spent(), time.monotonic()
     try:
-        with timed(given.spans, "tool", turn):
-            yield spent
-    finally:
-        spent.seconds = time.monotonic() - start
+        yield spent
+    except BaseException as error:
+        spent.seconds = given.spans.ended("tool", turn, start_mono_s, error)
+        raise
+    spent.seconds = given.spans.ended("tool", turn, start_mono_s)

@@ -17,7 +17,6 @@ from rollstream.sample import Message
 
 from ..bounded import in_thread
 from ..offload import extend
-from ..telemetry.spans import timed
 from ..tito.calls import limit_calls
 from ..tito.tokenizer import LONG_IDS
 from ..tools import run_calls, tool_specs
@@ -152,20 +151,22 @@ class Turns:
     async def _observe(self, calls: list[ToolCall]) -> StopReason | None:
         """Run the calls and add what they gave; returns why the trajectory ends, if it does."""
         given, rollout = self.given, self.rollout
-        start = time.monotonic()
+        turn, start_mono_s = rollout.turn - 1, time.monotonic()
         try:
-            with timed(given.spans, "tool", rollout.turn - 1):
-                observations = await run_calls(
-                    calls,
-                    given.tools,
-                    timeout_s=given.limits.tool_timeout_s,
-                    max_chars=given.limits.tool_output_chars,
-                    max_tokens=given.limits.tool_output_tokens,
-                    renderer=given.renderer,
-                    side=given.limits.tool_output_side,
-                )
-        finally:
-            rollout.sample.non_generation_time += time.monotonic() - start
+            observations = await run_calls(
+                calls,
+                given.tools,
+                timeout_s=given.limits.tool_timeout_s,
+                max_chars=given.limits.tool_output_chars,
+                max_tokens=given.limits.tool_output_tokens,
+                renderer=given.renderer,
+                side=given.limits.tool_output_side,
+            )
+        except BaseException as error:
+            spent_s = given.spans.ended("tool", turn, start_mono_s, error)
+            rollout.sample.non_generation_time += spent_s
+            raise
+        rollout.sample.non_generation_time += given.spans.ended("tool", turn, start_mono_s)
         for observation in observations:
             if observation.error is None:
                 self.num_answered += 1

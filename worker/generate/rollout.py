@@ -108,7 +108,8 @@ class LinearRollout:
         sampling = effective(given.sampling, room, given.turn_seed(turn))
         version = given.version()
         try:
-            with timed(given.spans, "generate", turn):
+            start_mono_s = time.monotonic()
+            try:
                 completion = await given.engine.generate(
                     self.trajectory.request(),
                     sampling,
@@ -117,6 +118,10 @@ class LinearRollout:
                     deadline_s=max(given.deadline - time.monotonic(), 0.001),
                     salt=self._salt,
                 )
+            except BaseException as error:
+                given.spans.ended("generate", turn, start_mono_s, error)
+                raise
+            given.spans.ended("generate", turn, start_mono_s)
         except Withheld:
             return Reply(None, StopReason.ABORT_WEIGHTS)
         except EngineFault as fault:

@@ -390,7 +390,10 @@ _RUN = (
         "gauge", "accounting_difference",
         "Groups enqueued less those acked, dropped and live: anything but 0 is a loss",
     ),
-    _spec("gauge", "run_state", "1 for the state that the run is in; none of them: no run", state=RUN_STATES),
+    _spec(
+        "gauge", "run_state", "1 for the state that the run is in; none of them: no run",
+        state=RUN_STATES,
+    ),
     _spec("gauge", "processes", "Processes that were seen alive", role=ROLES),
     _spec(
         "counter", "members_failed_total", "Members that failed for good", reason=MEMBER_REASONS

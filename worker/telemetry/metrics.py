@@ -22,9 +22,12 @@ from .guard import Guard
 from .outcomes import OutcomeMetrics
 from .readings import MOST, Readings, Totals, move, tally_of
 from .registry import Registry
-from .tally import TokenTally
+from .tally import counted
 
-_ENDED_WELL = (Status.COMPLETED, Status.TRUNCATED)
+_REWARD_ERROR = StopReason.REWARD_ERROR
+_ENDED_WELL = frozenset(
+    reason for reason, status in STATUS_OF.items() if status in (Status.COMPLETED, Status.TRUNCATED)
+)
 
 
 class Metrics:
@@ -131,25 +134,26 @@ class Metrics:
     def _count(
         self, env: str, reason: StopReason, leaves: Sequence[Sample], delivered: bool, version: int
     ) -> None:
-        if reason is StopReason.REWARD_ERROR:
+        if reason is _REWARD_ERROR:
             detail = leaves[0].metadata.get("error_detail") if leaves else None
             self.outcomes.reward_error(detail if isinstance(detail, str) else OTHER)
         if not leaves:
             return
-        counted, tokens = TokenTally.of(leaves), self._tokens
-        self._turns[env] += counted.turns
-        tokens["prompt"] += counted.prompt
-        tokens["cached"] += counted.cached
-        tokens["sampled"] += counted.sampled
-        tokens["tool"] += counted.tool
+        turns, prompt, cached, sampled, tool, trainable, oldest = counted(leaves)
+        tokens = self._tokens
+        self._turns[env] += turns
+        tokens["prompt"] += prompt
+        tokens["cached"] += cached
+        tokens["sampled"] += sampled
+        tokens["tool"] += tool
         if not delivered:
-            tokens["discarded"] += counted.sampled
+            tokens["discarded"] += sampled
         else:
-            tokens["trainable"] += counted.trainable
-            if version >= 0 and counted.oldest >= 0:
-                self._stalenesses.append(max(0, version - counted.oldest))
-            if counted.turns and STATUS_OF[reason] in _ENDED_WELL:
-                self._turn_counts.append(counted.turns)
+            tokens["trainable"] += trainable
+            if version >= 0 and oldest >= 0:
+                self._stalenesses.append(version - oldest if version > oldest else 0)
+            if turns and reason in _ENDED_WELL:
+                self._turn_counts.append(turns)
         metadata = leaves[0].metadata
         times = metadata.get("attempt")
         if times:

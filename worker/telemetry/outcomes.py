@@ -18,7 +18,7 @@ from typing import Any
 import prometheus_client as prom
 
 from rollstream.errors import Status
-from rollstream.group import MemberHeader, MemberView
+from rollstream.group import MemberView
 from rollstream.sample import UNKNOWN_VERSION
 
 from .catalog import (
@@ -40,22 +40,23 @@ _TOOL_OUTCOMES, _REWARD_DETAILS = frozenset(TOOL_OUTCOMES), frozenset(REWARD_DET
 
 
 class _View:
-    """The members of one environment in one view, since the last flush."""
+    """The rewards of one environment's members in one view, since the last flush."""
 
-    __slots__ = ("_children", "_lengths", "gained", "lost", "num")
+    __slots__ = ("_children", "gained", "lost", "num")
 
-    def __init__(self, lengths: list[float], children: Sequence[prom.Counter]) -> None:
-        self._lengths, self._children = lengths, children
+    def __init__(self, children: Sequence[prom.Counter]) -> None:
+        self._children = children
         self.num, self.gained, self.lost = 0, 0.0, 0.0
 
-    def add(self, length: int, reward: float | None) -> None:
-        self._lengths.append(length)
-        if reward is not None:
-            self.num += 1
+    def add(self, rewards: Sequence[float]) -> None:
+        self.num += len(rewards)
+        gained, lost = self.gained, self.lost
+        for reward in rewards:
             if reward > 0:
-                self.gained += min(MOST, reward)
+                gained += reward if reward < MOST else MOST  # noqa: FURB136 - `min` is twice as slow
             else:
-                self.lost -= max(-MOST, reward)
+                lost -= reward if reward > -MOST else -MOST  # noqa: FURB136
+        self.gained, self.lost = gained, lost
 
     def flush(self) -> None:
         if self.num:
@@ -74,11 +75,11 @@ class OutcomeMetrics:
         self._lengths = Readings([lengths[view] for view in VIEWS], TOKEN_BUCKETS)
         self._views = {
             env: tuple(
-                _View(values, [registry.counter(name, env, view) for name in _SUMS])
-                for view, values in zip(VIEWS, self._lengths.values, strict=True)
+                _View([registry.counter(name, env, view) for name in _SUMS]) for view in VIEWS
             )
             for env in envs
         }
+        self._all_lengths, self._kept_lengths = self._lengths.values
         self._staleness = Readings(
             [registry.histogram("rollout_sample_staleness_versions", DELIVERED)], STALENESS_BUCKETS
         )
@@ -104,19 +105,41 @@ class OutcomeMetrics:
             version: the run's weights now; unknown counts no age.
         """
         env = env if env in self._envs else OTHER
-        every, kept = self._views[env]
+        lengths: list[float] = []
+        rewards: list[float] = []
+        kept_lengths: list[float] = []
+        kept_rewards: list[float] = []
         for member in members:
             header = member.header
-            if header is None or not _is_judged(header):
+            if header is None:
                 continue
             leaves = header.leaves
-            length = sum([leaf.response_length for leaf in leaves])
-            every.add(length, member.reward)
+            if len(leaves) == 1:  # nearly all are so, and this runs once for each
+                leaf = leaves[0]
+                if not leaf.num_sampled or leaf.status not in _JUDGED:
+                    continue
+                length, versions = leaf.response_length, leaf.versions
+            elif header.num_sampled and header.status in _JUDGED:
+                length = sum([leaf.response_length for leaf in leaves])
+                versions = min([v for leaf in leaves if (v := leaf.versions)], default=None)
+            else:
+                continue
+            lengths.append(length)
+            reward = member.reward
+            if reward is not None:
+                rewards.append(reward)
             if is_kept and member.usable:
-                kept.add(length, member.reward)
-                oldest = [leaf.versions[0] for leaf in leaves if leaf.versions is not None]
-                if oldest and version >= 0:
-                    self._ages.append(max(0, version - min(oldest)))
+                kept_lengths.append(length)
+                if reward is not None:
+                    kept_rewards.append(reward)
+                if versions is not None and version >= 0:
+                    age = version - versions[0]
+                    self._ages.append(max(0, age))
+        self._all_lengths += lengths
+        self._kept_lengths += kept_lengths
+        every, kept = self._views[env]
+        every.add(rewards)
+        kept.add(kept_rewards)
 
     def reward_error(self, detail: str) -> None:
         """Count one verdict that could not be had."""
@@ -128,7 +151,9 @@ class OutcomeMetrics:
         if ok:
             self._calls[OK] += _count(ok)
         errors = metadata.get("tool_errors")
-        for outcome, count in errors.items() if errors and isinstance(errors, dict) else ():
+        if not errors or not isinstance(errors, dict):
+            return
+        for outcome, count in errors.items():
             is_known = isinstance(outcome, str) and outcome in _TOOL_OUTCOMES and outcome != OK
             self._calls[str(outcome) if is_known else OTHER] += _count(count)
 
@@ -141,13 +166,6 @@ class OutcomeMetrics:
         self._staleness.flush()
         move(self._calls, self._tools)
         move(self._errors, self._troubles)
-
-
-def _is_judged(header: MemberHeader) -> bool:
-    leaves = header.leaves
-    if len(leaves) == 1:  # nearly all are so, and this runs once for each
-        return leaves[0].num_sampled > 0 and leaves[0].status in _JUDGED
-    return header.num_sampled > 0 and header.status in _JUDGED
 
 
 def _count(value: Any) -> int:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import prometheus_client as prom
 
 K = TypeVar("K")
 
 MOST = 1e12
 """A value beyond it is counted as this: a sum of infinity would stay one."""
+_BELOW_0 = -5e-324
+"""The largest number below 0."""
 
 
 class Readings:
@@ -27,50 +28,55 @@ class Readings:
         values: a list for each child, to be appended to; always the same lists.
     """
 
-    __slots__ = ("_buckets", "_edges", "_sums", "values")
+    __slots__ = ("_children", "_edges", "values")
 
     def __init__(self, children: Sequence[prom.Histogram], edges: Sequence[float]) -> None:
-        self._edges = np.array(edges, dtype=np.float64)
+        # One edge more than it has: what is below that is negative, and goes to no bucket.
+        self._edges = np.array((_BELOW_0, *edges), dtype=np.float64)
         # A histogram of prometheus-client keeps a count per bucket, not yet summed up.
-        self._buckets = [bucket for child in children for bucket in child._buckets]
-        self._sums = [child._sum for child in children]
+        self._children = [(child._buckets, child._sum) for child in children]
         self.values: list[list[float]] = [[] for _ in children]
 
     def flush(self) -> None:
-        """Observe all values at once: one search, where `observe` costs 0.8 µs for each.
+        """Observe all values at once, where `observe` costs 0.8 µs for each.
 
         Raises:
-            TypeError: something among them is no number, and counts as 0; so ValueError.
+            TypeError: something among them is no number, and counts as 0; so ValueError, and
+                OverflowError of an integer that no float holds, which counts as `MOST`.
         """
-        sizes, kept = [len(values) for values in self.values], list[float]()
-        for values in self.values:
-            kept += values
-            values.clear()
-        if not kept:
-            return
-        try:
-            self._observe(np.array(kept, dtype=np.float64), sizes)
-        except (TypeError, ValueError):
-            numbers = [value if isinstance(value, (int, float)) else 0.0 for value in kept]
-            self._observe(np.array(numbers, dtype=np.float64), sizes)
-            raise
+        failure: Exception | None = None
+        for values, (buckets, total) in zip(self.values, self._children, strict=True):
+            if not values:
+                continue
+            try:
+                counts, seconds = self._counted(values)
+            except (TypeError, ValueError, OverflowError) as error:
+                failure = error
+                counts, seconds = self._counted([_number(value) for value in values])
+            finally:
+                values.clear()
+            for bucket, count in zip(buckets, counts, strict=False):
+                if count:
+                    bucket.inc(count)
+            total.inc(seconds)
+        if failure is not None:
+            raise failure
 
-    def _observe(self, values: npt.NDArray[np.float64], sizes: Sequence[int]) -> None:
-        total = float(values.sum())
-        if not (total <= MOST and values.min() >= 0.0):  # of NaN neither is true
-            values = np.clip(np.nan_to_num(values, nan=0.0, posinf=MOST), 0.0, MOST)
-            total = float(values.sum())
-        found, totals = self._edges.searchsorted(values), [total]
-        if len(sizes) > 1:
-            whose = np.repeat(np.arange(len(sizes)), sizes)
-            found += whose * (len(self._edges) + 1)
-            totals = np.bincount(whose, values).tolist()
-        for bucket, count in zip(self._buckets, np.bincount(found).tolist(), strict=False):
-            if count:
-                bucket.inc(count)
-        for child, seconds in zip(self._sums, totals, strict=False):
-            if seconds:
-                child.inc(seconds)
+    def _counted(self, values: Sequence[float]) -> tuple[list[int], float]:
+        """Return how many values there are by bucket, as far as there are any, and their sum."""
+        total = float(sum(values))
+        array = np.fromiter(values, np.float64, len(values))
+        counts = np.bincount(self._edges.searchsorted(array)).tolist()
+        if counts[0] or not total <= MOST:  # which NaN is not either
+            array = np.clip(np.nan_to_num(array, nan=0.0, posinf=MOST), 0.0, MOST)
+            counts, total = np.bincount(self._edges.searchsorted(array)).tolist(), array.sum()
+        return counts[1:], float(total)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)):
+        return 0.0
+    return min(MOST, value)
 
 
 def tally_of(children: Mapping[K, prom.Counter]) -> dict[K, int]:

@@ -10,8 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rollstream.sample import UNKNOWN_VERSION, Call, Sample
+
+Counts: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""The fields of a `TokenTally`."""
+_NEVER = 1 << 63
+"""A version that no run comes to."""
 
 
 @dataclass(slots=True)
@@ -35,9 +41,6 @@ class TokenTally:
     def of(cls, leaves: Sequence[Sample]) -> TokenTally:
         """Count a trajectory."""
         tally = cls()
-        if len(leaves) == 1:  # nearly all are so
-            tally._add_whole(leaves[0])
-            return tally
         seen = set[str]()
         for leaf in leaves:
             shared = [call for call in leaf.calls if call.rid in seen] if seen else []
@@ -65,15 +68,41 @@ class TokenTally:
 
     def _add_calls(self, calls: Sequence[Call]) -> int:
         """Count calls; returns how many tokens they sampled."""
-        sampled, oldest = 0, self.oldest
-        for call in calls:
-            sampled += call.end - call.start
-            # Not the first call's alone: a turn that goes on at another engine may get older ones.
-            for span in call.versions:
-                version = span[0]
-                if version != UNKNOWN_VERSION and (version < oldest or oldest == UNKNOWN_VERSION):
-                    oldest = version
+        sampled, oldest = _sums(calls)
         self.turns += len(calls)
         self.sampled += sampled
-        self.oldest = oldest
+        if oldest != UNKNOWN_VERSION:
+            known = self.oldest != UNKNOWN_VERSION
+            self.oldest = min(self.oldest, oldest) if known else oldest
         return sampled
+
+
+def counted(leaves: Sequence[Sample]) -> Counts:
+    """Return the fields of the tally of a trajectory, in their order."""
+    if len(leaves) != 1:
+        tally = TokenTally.of(leaves)
+        return (
+            tally.turns, tally.prompt, tally.cached, tally.sampled, tally.tool, tally.trainable,
+            tally.oldest,
+        )  # fmt: skip
+    leaf = leaves[0]  # nearly all are so, and making the tally is a fifth of counting it
+    calls, cache = leaf.calls, leaf.prefix_cache_info
+    sampled, oldest = _sums(calls)
+    tool, trainable = leaf.response_length - sampled, leaf.effective_response_length
+    return (
+        len(calls), cache.total_prompt_tokens, cache.cached_tokens, sampled, tool, trainable,
+        oldest,
+    )  # fmt: skip
+
+
+def _sums(calls: Sequence[Call]) -> tuple[int, int]:
+    """Return (tokens that calls sampled, the oldest known version of any)."""
+    sampled, oldest = 0, _NEVER
+    for call in calls:
+        sampled += call.end - call.start
+        # Not the first call's alone: a turn that goes on at another engine may get older ones.
+        for span in call.versions:
+            version = span[0]
+            if version < oldest and version != UNKNOWN_VERSION:
+                oldest = version
+    return sampled, UNKNOWN_VERSION if oldest == _NEVER else oldest

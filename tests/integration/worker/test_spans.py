@@ -326,7 +326,7 @@ async def test_a_telemetry_that_only_fails_changes_nothing_for_a_group(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("worker.telemetry.metrics.TokenTally.of", broken)
+    monkeypatch.setattr("worker.telemetry.metrics.counted", broken)
     monkeypatch.setattr("worker.telemetry.outcomes.OutcomeMetrics.members_judged", broken)
     monkeypatch.setattr("worker.telemetry.readings.Readings.flush", broken)
     parts = await stage.start(single_turn, [says(qwen3, DONE)])

@@ -15,7 +15,7 @@ from tests.builders import a_sample
 from worker.telemetry.guard import SAID_EVERY_S, Guard
 from worker.telemetry.metrics import Metrics
 from worker.telemetry.pulse import Pulse
-from worker.telemetry.tally import TokenTally
+from worker.telemetry.tally import counted
 
 
 @pytest.fixture
@@ -72,6 +72,16 @@ def test_a_duration_that_is_no_number_costs_none_beside_it(metrics: Metrics) -> 
     ended(metrics, with_spans(Span("tool", 0, 1.0, 2.0)))
     assert shown(metrics, 'rollout_span_duration_seconds_sum{span="tool"}') == 4
     assert shown(metrics, "rollout_telemetry_failures_total") == 1
+
+
+def test_an_integer_that_no_float_holds_costs_none_beside_it(metrics: Metrics) -> None:
+    huge = Span("tool", 0, 1.0, 10**400)
+    ended(metrics, with_spans(huge, Span("tool", 1, 1.0, 2.0), Span("reward", 0, 1.0, 2.0)))
+    assert shown(metrics, 'rollout_span_duration_seconds_count{span="tool"}') == 2
+    assert shown(metrics, 'rollout_span_duration_seconds_sum{span="reward"}') == 2
+    assert shown(metrics, "rollout_telemetry_failures_total") == 1
+    ended(metrics, with_spans(Span("reward", 0, 1.0, 2.0)))
+    assert shown(metrics, 'rollout_span_duration_seconds_sum{span="reward"}') == 4
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, -float("inf"), 1e300])
@@ -146,5 +156,5 @@ def test_a_tally_of_leaves_has_the_oldest_version_of_all() -> None:
         for call in leaf.calls:
             call.rid = f"{version}"
             call.versions = [(version, call.start, call.end)]
-    assert TokenTally.of(leaves).oldest == 3
-    assert TokenTally.of([]).oldest == -1
+    assert counted(leaves)[-1] == 3
+    assert counted([])[-1] == -1
