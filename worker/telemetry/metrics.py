@@ -195,10 +195,6 @@ class Metrics:
         """Keep the absolute differences of one rescored sample until the next flush."""
         self._differences += values
 
-    def staleness(self, versions: int) -> None:
-        """Keep how many versions old one ended trajectory is until the next flush."""
-        self._stalenesses.append(max(0, versions))
-
     def span(self, name: str, duration_s: float) -> None:
         """Keep one duration until the next flush; of a user's own name it counts as `other`."""
         values = self._span_values.get(name)

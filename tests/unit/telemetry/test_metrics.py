@@ -66,7 +66,7 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
         given.outcomes.members_judged(f"env{env}", rewarded(1.0, -1.0).members, is_kept=True)
     publish(given, *(an_engine(i, requests=dict.fromkeys(OUTCOMES, 1)) for i in range(engines)))
     publish(given)
-    given.staleness(3)
+    given.sample_ended("env0", StopReason.STOP, [a_sample()], delivered=True, version=3)
     given.span("never heard of", 1.0)
     given.outcomes.tool_calls({"tool_calls_ok": 1, "tool_errors": {"never heard of": 1}})
     given.outcomes.reward_error("never heard of")
@@ -296,8 +296,10 @@ def test_a_samples_age_is_that_of_its_oldest_known_token_wherever_it_stands(
 
 def test_staleness_of_ended_trajectories_falls_into_its_buckets() -> None:
     given = metrics()
-    for versions in (0, 0, 1, 3, 9, -1):
-        given.staleness(versions)
+    sample = a_sample()
+    sample.calls[0].versions = [(4, sample.calls[0].start, sample.calls[0].end)]
+    for version in (4, 4, 5, 7, 13, 3):
+        given.sample_ended("env0", StopReason.STOP, [sample], delivered=True, version=version)
     text = text_of(given)
     for edge, count in {"0.0": 3, "1.0": 4, "2.0": 4, "4.0": 5, "8.0": 5, "+Inf": 6}.items():
         assert (
