@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rollstream import health
+from rollstream.cli.direct import open_direct
 from rollstream.health import NOTE, Finding
 from rollstream.urls import NO_NAME_WITH_TLS, is_name_with_tls, shown_url
 
@@ -32,7 +33,6 @@ _ABSENT = (404, 405)
 _OFF = (403, *_ABSENT)
 ROUTES = {"generate": "/inference/v1/generate", "completions": "/v1/completions"}
 """What a worker calls, by `engine.vllm_route`."""
-_OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def _get(url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, di
     headers = {} if body is None else {"content-type": "application/json"}
     try:
         request = urllib.request.Request(url, body, headers)
-        with _OPEN(request, timeout=timeout_s) as answer:
+        with open_direct(request, timeout=timeout_s) as answer:
             raw, status = answer.read(MAX_BODY_BYTES), int(answer.status)
     except urllib.error.HTTPError as error:
         with error:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollstream import rescore
+from rollstream.cli.direct import open_direct
 from rollstream.errors import WireError
 from rollstream.queue.fetch import weight_of
 from rollstream.sample import UNKNOWN_VERSION, Sample
@@ -129,7 +130,7 @@ def ask(engine: str, sample: Sample) -> dict[str, Any]:
         headers={"content-type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as answer:
+        with open_direct(request, timeout=ASK_TIMEOUT_S) as answer:
             raw = answer.read(MAX_ANSWER_BYTES)
     except urllib.error.HTTPError as error:
         with error:

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Container, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import rollstream
 from rollstream.cli.apps import find_app
+from rollstream.cli.direct import open_direct
 from rollstream.cli.exits import CommandError
 from rollstream.health import NOTE, PROBLEM, Finding
 from rollstream.queue.reads import pairs_of
@@ -35,7 +35,6 @@ VERIFY = "verify"
 """The queue of isolated jobs."""
 MAX_VERIFIERS = 64
 _VERSION = re.compile(r"rollstream (\S+), wire (\d+)")
-_OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 _ANY_HOST = ("0.0.0.0", "::", "")
 
 
@@ -131,7 +130,7 @@ def exporter_findings(settings: Settings, timeout_s: float) -> tuple[str, list[F
     if not table.port:
         return "any port", []
     try:
-        with _OPEN(f"{url}/readyz", timeout=timeout_s) as answer:
+        with open_direct(f"{url}/readyz", timeout=timeout_s) as answer:
             return f"ready at {url}" if answer.status == 200 else f"status {answer.status}", []
     except urllib.error.HTTPError as error:
         with error:

@@ -302,6 +302,17 @@ def test_the_engine_of_the_configuration_scores_where_none_is_named(
     assert answer["facts"]["logprobs"]["samples"] == 2
 
 
+def test_no_proxy_stands_between_doctor_and_an_engine(
+    run: Backstage, policy: Policy, engine: str, valkey_url: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run.finish(0, make=lambda g, m: sampled(policy, g, m))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr("urllib.request._opener", None)  # made once, of the environment then
+    _, answer = doctor(capsys, run, valkey_url, "--engine", engine)
+    assert answer["facts"]["logprobs"]["samples"] == 2
+
+
 def test_a_run_without_samples_has_nothing_to_compare_and_says_so(
     run: Backstage, engine: str, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
