@@ -7,7 +7,7 @@
 -- repeat: the same answer
 -- uses: clock ids groups
 local PRIORITY_STEP = 1099511627776 -- as in `enqueue`
-local MAX_PRIORITIES, HEADS = 8, 32
+local MAX_PRIORITIES, HEADS = 8, 64
 local PAGE, MAX_ENTRIES = 64, 4096
 local ALIVE_LEASES = 4 -- a process unseen for so many leases is no longer present
 local run = read(M, 'state', 'lease_ms', 'clock', 'clock_tick', 'consumer', 'trainer')
@@ -18,20 +18,20 @@ local function age(since)
   return since and math.max(0, now - since) or -1
 end
 
--- When the oldest of the groups that have members in `q` began to wait there. The lowest score is
--- the oldest of its priority, but for a group that began anew: it is in front, and younger.
+-- When the oldest of the members in `q` began to wait there. The lowest score is the oldest of its
+-- priority, but for what came back or began anew: it is in front, and younger.
 local function oldest_queued()
   local oldest, from = nil, '-inf'
   for _ = 1, MAX_PRIORITIES do
     local heads = call('ZRANGEBYSCORE', K .. 'q', from, '+inf', 'WITHSCORES', 'LIMIT', 0, HEADS)
     if #heads == 0 then break end
-    local priority, last = math.floor(tonumber(heads[2]) / PRIORITY_STEP), nil
+    local priority = math.floor(tonumber(heads[2]) / PRIORITY_STEP)
     for j = 1, #heads, 2 do
-      local gid = split_member(heads[j])
-      if gid and gid ~= last and math.floor(tonumber(heads[j + 1]) / PRIORITY_STEP) == priority then
-        local since = tonumber(group_values(group_key(gid), 'since')[1] or '')
+      local gid, i = split_member(heads[j])
+      if gid and math.floor(tonumber(heads[j + 1]) / PRIORITY_STEP) == priority then
+        local row = group_values(group_key(gid), 'w' .. i, 'since')
+        local since = tonumber(row[1] or row[2] or '')
         if since and (not oldest or since < oldest) then oldest = since end
-        last = gid
       end
     end
     from = int((priority + 1) * PRIORITY_STEP)

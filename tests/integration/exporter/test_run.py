@@ -12,7 +12,7 @@ from rollstream.group import EnvRule
 from rollstream.queue import calls
 from rollstream.wire import encode_envs
 from tests.backstage import Backstage, Connect
-from tests.integration.producer.scene import Trainer, producing, rows_file, settings_of
+from tests.integration.producer.scene import Trainer, producing, rows_file, settings_of, until
 from worker.telemetry import catalog
 
 from .scene import watching
@@ -118,6 +118,35 @@ async def test_ages_rise_with_the_servers_clock_and_are_0_where_empty(
         assert 0 < it.value("queue_oldest_age_seconds", queue="ready") < 60
         assert it.value("queue_oldest_age_seconds", queue="full") == 0
         assert it.value("queue_oldest_age_seconds", queue="delivered") == 0
+
+
+@pytest.mark.parametrize("how", ["again", "later", "back", "expired"])
+async def test_a_member_that_came_back_waits_since_then_and_not_since_its_group_came(
+    valkey_url: str, run: Backstage, how: str
+) -> None:
+    """Long trajectories: what is tried again after half an hour has not waited for half an hour."""
+    run.enqueue(0)
+    client, prefix = run.queue.client, run.queue.prefix
+    (lease, _) = run.lease()
+    client.hincrby(f"{prefix}g:0", "since", -3600_000)
+    if how == "expired":
+        for lease_id in client.zrange(f"{prefix}l", 0, -1):
+            client.zadd(f"{prefix}l", {lease_id: 0})
+        assert run.queue.call(calls.sweep()).expired == 2
+    else:
+        kind = Report.BACK if how == "back" else Report.RETRY
+        delay_s = 0.01 if how == "later" else 0.0
+        reason = MemberReason.ENGINE_ERROR
+        run.queue.call(calls.fail(lease, kind, reason, "", delay_s=delay_s))
+    async with watching(valkey_url, run.queue.run) as it:
+
+        async def is_back() -> bool:
+            run.queue.call(calls.sweep())
+            await it.look()
+            return it.value("queue_depth", queue="queued") > 0
+
+        await until(is_back, bool)
+        assert it.value("queue_oldest_age_seconds", queue="queued") < 600
 
 
 async def test_ends_by_environment_add_up_to_the_queues_own_counts(
