@@ -40,12 +40,24 @@ MAX_MANIFEST_BYTES = 16 << 20
 _FORMAT_NAME = "rollstream-dump"
 _START = struct.Struct("<16sI")
 _FRAME = struct.Struct("<4sQI")
-_NAME = re.compile(r"batch-(\d{8,})\.rsd")
+_NAME = re.compile(r"batch-([0-9]{8,18})\.rsd")
+_TEMPORARY = ".tmp-"
 
 
 def batch_name(number: int) -> str:
     """Return the name of the file of a batch."""
     return f"batch-{number:08d}.rsd"
+
+
+def temporary_name(name: str) -> str:
+    """Return the name of a file of the dump while it is written."""
+    return f"{_TEMPORARY}{name}"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file is one that a writer of ours had begun; others may have their own."""
+    of = name.removeprefix(_TEMPORARY)
+    return of != name and (of == MANIFEST or _NAME.fullmatch(of) is not None)
 
 
 def batch_files(folder: Path) -> dict[int, Path]:
@@ -55,7 +67,9 @@ def batch_files(folder: Path) -> dict[int, Path]:
         WireError: one in the middle is missing.
         OSError: the folder cannot be read.
     """
-    found = {int(m[1]): folder / m[0] for m in map(_NAME.fullmatch, os.listdir(folder)) if m}
+    names = [m for m in map(_NAME.fullmatch, os.listdir(folder)) if m]
+    # Only as we write it: a copy with one more zero would stand for the file itself.
+    found = {int(m[1]): folder / m[0] for m in names if m[0] == batch_name(int(m[1]))}
     for number in range(1, max(found, default=0) + 1):
         if number not in found:
             raise WireError(

@@ -19,6 +19,7 @@ from rollstream.dump.format import (
     Head,
     Manifest,
     batch_files,
+    is_temporary,
     read_group_payloads,
     read_head,
     read_manifest,
@@ -149,6 +150,6 @@ def _group_of(
 def remove_leftovers(folder: Path) -> None:
     """Remove what writers that were killed began and never finished."""
     for name in os.listdir(folder):
-        if name.startswith(".tmp-"):
+        if is_temporary(name):
             with contextlib.suppress(FileNotFoundError):
                 (folder / name).unlink()

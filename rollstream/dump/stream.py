@@ -68,7 +68,10 @@ class DumpStream(GroupStream):
         self._buffer: deque[tuple[int, FinishedGroup]] = deque()
         """(epoch, group) in hand that no batch has."""
         self._broken: Exception | None = None
-        self._coming = self._groups_of(self._terminal)
+        self._left: set[int] = set()
+        """Of this epoch, what was not read yet."""
+        self._coming: Iterator[FinishedGroup] = iter(())
+        self._begin_epoch()
 
     # --- life ----------------------------------------------------------------------------------
     def close(self) -> None:
@@ -132,7 +135,7 @@ class DumpStream(GroupStream):
 
     def _fill(self, groups: int) -> bool:
         """Read until a batch is full or its epoch ends; whether there is anything to hand out."""
-        while len(self._buffer) < groups and self._epoch < self._epochs:
+        while len(self._buffer) < groups and self._epoch < self._epochs and self._index.last:
             group = self._next_group()
             if group is not None:
                 self._buffer.append((self._epoch, group))
@@ -140,20 +143,29 @@ class DumpStream(GroupStream):
                 break  # batches end where their epoch does
             else:
                 self._epoch, self._terminal = self._epoch + 1, TerminalIds()
-                self._coming = self._groups_of(self._terminal)
+                self._begin_epoch()
         return bool(self._buffer)
 
     def _next_group(self) -> FinishedGroup | None:
         if self._broken is not None:
             raise self._broken
         try:
-            return next(self._coming, None)
+            group = next(self._coming, None)
         except (OSError, WireError) as error:
             self._broken = error  # else what follows would look like the end of the dump
             raise
+        except BaseException:  # Ctrl-C, no memory: the same, but it may be asked for again
+            self._coming = self._groups_of(self._left)
+            raise
+        if group is not None:
+            self._left.discard(group.group_index)
+        return group
 
-    def _groups_of(self, ended: TerminalIds) -> Iterator[FinishedGroup]:
-        left = {gid for gid in self._index.last if gid not in ended}
+    def _begin_epoch(self) -> None:
+        self._left = {gid for gid in self._index.last if gid not in self._terminal}
+        self._coming = self._groups_of(self._left)
+
+    def _groups_of(self, left: set[int]) -> Iterator[FinishedGroup]:
         for number in self._index.heads:
             yield from self._index.groups(number, only=left, text=self._text)
 

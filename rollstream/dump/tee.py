@@ -63,6 +63,7 @@ class Tee:
         Raises:
             RollstreamError: what is there is another run's, or no dump that can be read: the
                 caller's mistake, said before a training begins. A disk that says no is none.
+            ValueError: no folder can be called that.
         """
         self._folder, self._open_writer = str(folder), open_writer
         self.num_batches = self.num_groups = self.num_failed = 0
@@ -72,7 +73,7 @@ class Tee:
         self._lock = threading.Lock()
         self._is_failing = self._is_behind = self._is_closed = False
         self._opened = threading.Event()
-        self._refused: RollstreamError | None = None
+        self._refused: Exception | None = None
         # A daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="rollstream-dump", daemon=True)
         self._thread.start()
@@ -138,7 +139,7 @@ class Tee:
             self._open()
         except OSError as error:
             self._failed(0, error)
-        except RollstreamError as error:
+        except (RollstreamError, ValueError) as error:
             self._refused = error
         self._opened.set()
         while (piece := self._pieces.get()) is not None:

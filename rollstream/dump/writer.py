@@ -34,6 +34,7 @@ from rollstream.dump.format import (
     pack,
     read_manifest,
     start,
+    temporary_name,
 )
 from rollstream.dump.reader import DumpIndex, remove_leftovers
 from rollstream.dump.records import EncodedGroup, encode_group
@@ -201,7 +202,7 @@ def write_durably(path: Path, pieces: Iterable[bytes]) -> int:
     Raises:
         OSError: the disk says no; nothing is left behind.
     """
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(temporary_name(path.name))
     try:
         with temporary.open("wb", buffering=0) as file:
             for piece in pieces:

@@ -135,3 +135,11 @@ def test_closing_twice_and_taking_behind_it_raise_nothing(disk: Disk) -> None:
     given.close()
     given.take(Batch([a_group(0)]), 0)
     assert given.num_failed == 1
+
+
+def test_a_folder_that_cannot_be_one_is_refused_before_a_training(disk: Disk) -> None:
+    def open_writer() -> DumpWriter:
+        return DumpWriter.open("no\0folder", run="r", fingerprint="f")
+
+    with pytest.raises(ValueError, match="null byte"):
+        Tee("no\0folder", open_writer)

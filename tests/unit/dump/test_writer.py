@@ -105,3 +105,20 @@ def test_what_a_killed_writer_began_is_removed(tmp_path: Path) -> None:
     half.write_bytes(b"half")
     opened(tmp_path).close()
     assert not half.exists()
+
+
+def test_files_of_others_stay_as_they_are_whatever_they_are_called(tmp_path: Path) -> None:
+    """Names that look like ours, in a folder that somebody else works in too."""
+    others = [
+        ".tmp-mine",
+        ".tmp-batch-1.rsd.part",
+        "batch-000000001.rsd",
+        f"batch-{0x0660:c}{'0' * 6}1.rsd",
+    ]
+    for name in others:
+        (tmp_path / name).write_bytes(b"theirs")
+    (tmp_path / ".tmp-folder").mkdir()
+    wrote(tmp_path, [a_group(0)])
+    opened(tmp_path).close()
+    assert ids(tmp_path) == [[0]]
+    assert {(tmp_path / name).read_bytes() for name in others} == {b"theirs"}
