@@ -133,7 +133,10 @@ def show_dumped(args: argparse.Namespace) -> int:
     except (WireError, OSError, ValueError) as error:
         raise CommandError(f"--dump {args.dump}: {error}", PROBLEM) from None
     if not groups:
-        print(f"group {args.group} is not in the dump {args.dump}")
+        if args.json:
+            print_json({"dump": args.dump, "group_index": args.group, "members": []})
+        else:
+            print(f"group {args.group} is not in the dump {args.dump}")
         return PROBLEM
     _show_group(groups, args)
     return OK

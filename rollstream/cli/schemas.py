@@ -100,6 +100,23 @@ SCHEMAS: dict[str, Keys] = {
         "state": "dropped, ended, unknown",
         "drops": _DROPS,
     },
+    "show GROUP --html": {
+        "group_index": "as text",
+        "file": "that was written",
+        "bytes": "of it",
+        "members": "on the page",
+    },
+    "show --dump": {
+        "dump": "its folder",
+        "groups": "group_index (a number), env, samples, missing, staleness, rewards, of each",
+    },
+    "show GROUP --dump": {
+        "dump": "its folder",
+        "group_index": "as text",
+        "members": "member, where, status, reward, error, of each; none where the dump has no such "
+        "group, and the exit code is 1",
+        "turns?": "with `--text`",
+    },
     "runs": {
         "[].run": "a list: the name of each",
         "[].state": "or unreadable; then the others are null",

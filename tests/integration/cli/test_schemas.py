@@ -44,6 +44,9 @@ FORMS: dict[str, list[str]] = {
     "show (drops)": ["show"],
     "show GROUP (live)": ["show", "2"],
     "show GROUP (not live)": ["show", "1"],
+    "show GROUP --html": ["show", "2", "--html", "FILE"],
+    "show --dump": ["show", "--dump", "DIR"],
+    "show GROUP --dump": ["show", "2", "--dump", "DIR"],
     "runs": ["runs"],
     "runs --remove": ["runs", "--remove", "RUN", "--yes", "--force"],
     "doctor": ["doctor"],
@@ -69,12 +72,13 @@ def test_json_of_a_command_has_the_keys_of_its_schema(
     form: str, run: Backstage, valkey_url: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    names = {"RUN": run.queue.run, "DIR": str(tmp_path / "dump")}
+    names = {"RUN": run.queue.run, "DIR": str(tmp_path / "dump"), "FILE": str(tmp_path / "page")}
     argv = [names.get(word, word) for word in FORMS[form]] + ["--json"]
     argv += [] if argv[0] in SERVERLESS else ["--redis", valkey_url]
     argv += [] if argv[0] in RUNLESS else ["--run", run.queue.run]
-    if form == "dump --check":
-        main([word if word != "--check" else "--peek" for word in argv])
+    if form == "dump --check" or "--dump" in argv:
+        to_run = ["--redis", valkey_url, "--run", run.queue.run]
+        assert main(["dump", names["DIR"], "--peek", *to_run]) == 0
         capsys.readouterr()
     assert main(argv) in (exits.OK, exits.PROBLEM)
     shown: Any = json.loads(capsys.readouterr().out)
@@ -86,6 +90,17 @@ def test_json_of_a_command_has_the_keys_of_its_schema(
     always = {key for key in SCHEMAS[form] if not key.endswith("?")}
     known = {key.removesuffix("?") for key in SCHEMAS[form]}
     assert always <= set(shown) <= known, (always - set(shown), set(shown) - known)
+
+
+def test_json_of_a_group_that_a_dump_has_not_is_json(
+    run: Backstage, valkey_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "dump")
+    assert main(["dump", folder, "--peek", "--redis", valkey_url, "--run", run.queue.run]) == 0
+    capsys.readouterr()
+    assert main(["show", "9", "--dump", folder, "--json"]) == exits.PROBLEM
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {"dump": folder, "group_index": "9", "members": []}
 
 
 def test_the_first_record_of_top_lacks_only_what_it_may(
