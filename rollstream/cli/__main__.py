@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -18,6 +17,8 @@ from rollstream import __version__
 from rollstream.cli.dump import add_dump
 from rollstream.cli.exits import EXPLAINED, INTERRUPTED, PROBLEM, USAGE, CommandError
 from rollstream.cli.show_options import add_show_options
+from rollstream.cli.view import cleaned, close_stdout
+from rollstream.log_sink import hold_standard_descriptors, say
 from rollstream.urls import scrub
 
 APPS = ("worker", "producer", "exporter")
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if argv is None else argv)
+    hold_standard_descriptors()
     try:
         code = _dispatch(given)
         if sys.stdout is not None:
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has seen enough; Python would complain once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        close_stdout()
         return 0
     except Exception as error:  # noqa: BLE001 - the last line of defence: one line, not a traceback
         return _say(f"unexpected {type(error).__name__}: {error}", PROBLEM)
@@ -71,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(message: str, code: int) -> int:
-    if sys.stderr is not None:
-        sys.stderr.write(f"rollstream: error: {scrub(message)}\n")
+    say(f"rollstream: error: {cleaned(scrub(message))}")
     return code
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import rollstream
 from rollstream.cli.exits import USAGE, CommandError
+from rollstream.log_sink import say
 
 _INSIDE = {"exporter": "worker.exporter"}
 """Apps that live inside the package of another."""
@@ -73,5 +74,5 @@ def _code(end: SystemExit) -> int:
         return 0
     if isinstance(end.code, int):
         return end.code
-    sys.stderr.write(f"{end.code}\n")
+    say(str(end.code))
     return 1

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollstream.cli.exits import OK, PROBLEM, UNREACHABLE, USAGE, CommandError
 from rollstream.cli.reach import the_run
-from rollstream.cli.view import print_json
+from rollstream.cli.view import print_json, print_text
 from rollstream.queue import calls
 from rollstream.queue.answers import ControlAnswer
 from rollstream.queue.blocking import BlockingQueue
@@ -128,7 +128,7 @@ def _change(
     if args.json:
         print_json({"run": queue.run, "state": answer.state})
     else:
-        print(f"run {queue.run}: {answer.state}")
+        print_text(f"run {queue.run}: {answer.state}")
     return OK
 
 
@@ -152,7 +152,7 @@ def abort(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"run": queue.run, "state": state, "dropped": live - left, "live": left})
     else:
-        print(f"run {queue.run}: {state}; {live - left} groups dropped, {left} live")
+        print_text(f"run {queue.run}: {state}; {live - left} groups dropped, {left} live")
     return OK
 
 
@@ -202,9 +202,9 @@ def _told(args: argparse.Namespace, run: str, outcome: str, good: str, why: str)
     if args.json:
         print_json({"run": run, "group": args.group, "outcome": outcome, "why": why})
     elif outcome == good:
-        print(f"run {run}: group {args.group} {outcome}")
+        print_text(f"run {run}: group {args.group} {outcome}")
     else:
-        print(f"run {run}: group {args.group} stays as it is: {why or outcome}")
+        print_text(f"run {run}: group {args.group} stays as it is: {why or outcome}")
     return OK if outcome == good else PROBLEM
 
 
@@ -232,9 +232,9 @@ def set_value(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"run": queue.run, "key": name, "value": shown, "state": answer.state})
     else:
-        print(f"run {queue.run}: {name} = {shown if isinstance(shown, str) else f'{shown:g}'}")
+        print_text(f"run {queue.run}: {name} = {shown if isinstance(shown, str) else f'{shown:g}'}")
         if info.state not in _LIVE:
-            print(f"the run is {_state(info, info.state)}: nothing follows from it")
+            print_text(f"the run is {_state(info, info.state)}: nothing follows from it")
     return OK
 
 

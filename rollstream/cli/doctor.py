@@ -29,7 +29,7 @@ from rollstream.cli.parts_check import (
 )
 from rollstream.cli.reach import no_run, queue_of, reached, url_of
 from rollstream.cli.rights import right_findings
-from rollstream.cli.view import print_json
+from rollstream.cli.view import print_json, print_text
 from rollstream.errors import ConfigError, RunMismatch
 from rollstream.health import NOTE, Finding
 from rollstream.queue import calls
@@ -337,12 +337,12 @@ def _tell(report: Report, args: argparse.Namespace) -> int:
                     "findings": [asdict(finding) for finding in report.findings]})  # fmt: skip
         return PROBLEM if problems else OK
     for name, value in _rows(report.facts):
-        print(f"{name:<18} {value}")
+        print_text(f"{name:<18} {value}")
     if "logprobs" in report.facts:
-        print("\n" + "\n".join(table(report.facts["logprobs"])))
+        print_text("\n" + "\n".join(table(report.facts["logprobs"])))
     for finding in report.findings:
-        print(f"\n{finding.level}: {finding.what}\n  why: {finding.why}\n  do:  {finding.do}")
-    print(f"\n{len(problems)} to be mended" if problems else "\nall is well")
+        print_text(f"\n{finding.level}: {finding.what}\n  why: {finding.why}\n  do:  {finding.do}")
+    print_text(f"\n{len(problems)} to be mended" if problems else "\nall is well")
     return PROBLEM if problems else OK
 
 

@@ -19,7 +19,8 @@ from importlib.util import find_spec
 
 from rollstream.cli.exits import OK, PROBLEM, UNREACHABLE, CommandError
 from rollstream.cli.reach import the_run
-from rollstream.cli.view import print_json
+from rollstream.cli.view import cleaned, print_json, print_text
+from rollstream.log_sink import say
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import RunInfo
@@ -50,21 +51,23 @@ def drain(args: argparse.Namespace) -> int:
             with _progress(args) as tell:
                 left = _await(queue, started + wait_s, tell, trained=args.trained)
         except KeyboardInterrupt:
-            if sys.stderr is not None:
-                print(f"run {queue.run} takes no new prompts until rollstream resume",
-                      file=sys.stderr)  # fmt: skip
+            say(f"run {queue.run} takes no new prompts until rollstream resume")
             raise
     over = not _open(left, trained=args.trained)
     waited_s = round(time.monotonic() - started, 1)
     if args.json:
         print_json({"run": queue.run, "drained": over, "waited_s": waited_s, "left": left})
     elif over:
-        print(f"run {queue.run}: drained in {waited_s:.0f} s; {_kept(left)}. "
-              "rollstream resume takes new prompts again")  # fmt: skip
+        print_text(
+            f"run {queue.run}: drained in {waited_s:.0f} s; {_kept(left)}. "
+            "rollstream resume takes new prompts again"
+        )
     else:
-        print(f"run {queue.run}: not drained after {waited_s:.0f} s: {_left(left)}. It takes no "
-              "new prompts until resume: drain again, or stop workers, which give back what "
-              "they run")  # fmt: skip
+        print_text(
+            f"run {queue.run}: not drained after {waited_s:.0f} s: {_left(left)}. It takes no "
+            "new prompts until resume: drain again, or stop workers, which give back what "
+            "they run"
+        )
     return OK if over else PROBLEM
 
 
@@ -143,10 +146,7 @@ def _kept(left: Mapping[str, int]) -> str:
 @contextlib.contextmanager
 def _progress(args: argparse.Namespace) -> Iterator[Tell]:
     """Yield what tells how far it is: a bar on a terminal, else a line now and then; on stderr."""
-    if sys.stderr is None:
-        yield lambda done, total, words: None
-        return
-    if args.json or not sys.stderr.isatty() or find_spec("rich") is None:
+    if args.json or sys.stderr is None or not sys.stderr.isatty() or find_spec("rich") is None:
         yield _lines()
         return
     from rich.console import Console
@@ -173,6 +173,6 @@ def _lines() -> Tell:
         now = time.monotonic()
         if words != last and now - told_mono_s >= LINE_S:
             told_mono_s, last = now, words
-            print(f"drain: {words}", file=sys.stderr, flush=True)
+            say(f"drain: {cleaned(words)}")  # whether anybody reads it or not
 
     return tell

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollstream.cli.exits import OK, PROBLEM, UNREACHABLE, USAGE, CommandError
 from rollstream.cli.reach import the_run, url_of
-from rollstream.cli.view import print_json
+from rollstream.cli.view import print_json, print_progress, print_text
 from rollstream.dump.format import read_manifest
 from rollstream.dump.reader import DumpIndex
 from rollstream.dump.writer import DumpWriter, Written
@@ -46,8 +46,8 @@ class _Tally:
         if written.path is not None:
             self.batches += 1
             if not self._json:
-                print(f"{written.path.name}: {written.num_groups} groups, "
-                      f"{written.num_bytes / 1e6:.1f} MB", flush=True)  # fmt: skip
+                print_progress(f"{written.path.name}: {written.num_groups} groups, "
+                               f"{written.num_bytes / 1e6:.1f} MB")  # fmt: skip
 
     def say(self, run: str, **more: Any) -> None:
         if self._json:
@@ -56,7 +56,9 @@ class _Tally:
                         "recognised": self.recognised} | more)  # fmt: skip
             return
         known = f", {self.recognised} were there already" if self.recognised else ""
-        print(f"{self._folder}: {self.groups} groups of run {run} in {self.batches} files{known}")
+        print_text(
+            f"{self._folder}: {self.groups} groups of run {run} in {self.batches} files{known}"
+        )
 
 
 def dump(args: argparse.Namespace) -> int:
@@ -207,6 +209,8 @@ def _check(args: argparse.Namespace) -> int:
                     "batches": len(index.heads), "groups": num_groups,
                     "samples": num_samples})  # fmt: skip
     else:
-        print(f"{args.dir}: run {manifest.run}, {len(index.heads)} files, {num_groups} groups, "
-              f"{num_samples} samples; every checksum is right")  # fmt: skip
+        print_text(
+            f"{args.dir}: run {manifest.run}, {len(index.heads)} files, {num_groups} groups, "
+            f"{num_samples} samples; every checksum is right"
+        )
     return OK

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import the_run
-from rollstream.cli.view import print_json, print_rows
+from rollstream.cli.view import print_json, print_rows, print_text
 from rollstream.queue import calls
 from rollstream.queue.reads import Confirmation, RunInfo
 from rollstream.updates import confirmed
@@ -45,7 +45,7 @@ def engines(args: argparse.Namespace) -> int:
                  "workers": worker_records(found, info)}  # fmt: skip
         print_json(shown)
         return OK
-    print(f"run {queue.run}: {_origin(named)}; weight version {info.version}")
+    print_text(f"run {queue.run}: {_origin(named)}; weight version {info.version}")
     print_rows("engines, as live workers see them", {v.url: _about(v) for v in views})
     print_workers(found, info)
     return OK

@@ -20,7 +20,7 @@ from rollstream.cli.engines import print_workers, worker_records
 from rollstream.cli.exits import OK, PROBLEM
 from rollstream.cli.reach import queue_of, reached, the_run, url_of
 from rollstream.cli.remove import remove
-from rollstream.cli.view import print_json, print_rows
+from rollstream.cli.view import print_json, print_rows, print_text
 from rollstream.errors import RunMismatch
 from rollstream.queue import calls
 from rollstream.queue.blocking import BlockingQueue
@@ -43,14 +43,16 @@ def audit(args: argparse.Namespace) -> int:
     else:
         total = answer.acked + answer.dropped + answer.live
         sign = "=" if answer.enqueued == total else "≠"
-        print(f"run {queue.run}: enqueued {answer.enqueued} {sign} acked {answer.acked} + "
-              f"dropped {answer.dropped} + live {answer.live}")  # fmt: skip
+        print_text(
+            f"run {queue.run}: enqueued {answer.enqueued} {sign} acked {answer.acked} + "
+            f"dropped {answer.dropped} + live {answer.live}"
+        )
         for env, said in _env_rows(by_env).items():
-            print(f"  {env}: {said}")
+            print_text(f"  {env}: {said}")
         for problem in answer.problems:
-            print(f"problem: {problem}")
+            print_text(f"problem: {problem}")
         if not answer.problems:
-            print("every member and entry is in its one place" if args.deep else "it adds up")
+            print_text("every member and entry is in its one place" if args.deep else "it adds up")
     return PROBLEM if answer.problems else OK
 
 
@@ -181,15 +183,17 @@ def runs(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
     elif not found:
-        print(f"no runs at {shown_url(url)}")
+        print_text(f"no runs at {shown_url(url)}")
     else:
         for row in found:
             end = ", all prompts enqueued" if row["done"] else ""
             if row["live"] is None:
-                print(f"{row['run']}: its keys cannot be read")
+                print_text(f"{row['run']}: its keys cannot be read")
                 continue
-            print(f"{row['run']}: {row['state']}, {row['live']} groups live, "
-                  f"version {row['version']}{end}")  # fmt: skip
+            print_text(
+                f"{row['run']}: {row['state']}, {row['live']} groups live, "
+                f"version {row['version']}{end}"
+            )
     return OK
 
 

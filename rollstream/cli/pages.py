@@ -22,7 +22,7 @@ from rollstream.cli.html.members import plain
 from rollstream.cli.html.page import page
 from rollstream.cli.transcript import print_turns
 from rollstream.cli.turns import Decode, Story, tell
-from rollstream.cli.view import print_json, print_rows
+from rollstream.cli.view import print_json, print_rows, print_text
 from rollstream.errors import WireError
 from rollstream.group import FinishedGroup
 
@@ -88,7 +88,9 @@ def write_page(facts: GroupFacts, args: argparse.Namespace) -> None:
         print_json({"group_index": facts.group_index, "file": str(file), "bytes": size,
                     "members": len(facts.members)})  # fmt: skip
     else:
-        print(f"{file}: group {facts.group_index}, {len(facts.members)} members, {size:,} bytes")
+        print_text(
+            f"{file}: group {facts.group_index}, {len(facts.members)} members, {size:,} bytes"
+        )
 
 
 def _write(file: Path, facts: GroupFacts, decoder: Any) -> int:
@@ -136,7 +138,7 @@ def show_dumped(args: argparse.Namespace) -> int:
         if args.json:
             print_json({"dump": args.dump, "group_index": args.group, "members": []})
         else:
-            print(f"group {args.group} is not in the dump {args.dump}")
+            print_text(f"group {args.group} is not in the dump {args.dump}")
         return PROBLEM
     _show_group(groups, args)
     return OK

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
 
 from rollstream.cli.exits import PROBLEM, UNREACHABLE, USAGE, CommandError
 from rollstream.errors import RunMismatch
@@ -23,6 +23,8 @@ from rollstream.runs import OUTAGES, REFUSALS, list_runs
 from rollstream.urls import redis_url_problem, shown_url, with_sentinels
 
 DEFAULT_URL = "redis://127.0.0.1:6379"
+DAMAGE = (ResponseError, LookupError, ValueError, RunMismatch)
+"""What reading a run raises whose keys are not what this version writes."""
 
 
 def url_of(args: argparse.Namespace) -> str:
@@ -74,6 +76,12 @@ def reached(args: argparse.Namespace, url: str, run: str) -> Iterator[BlockingQu
         except InvalidResponse as error:
             raise CommandError(
                 f"what answers at {shown_url(url)} is not Redis: {error}", UNREACHABLE
+            ) from None
+        except ReadOnlyError as error:
+            raise CommandError(
+                f"Redis at {shown_url(url)} is a replica, which takes no changes ({error}): give "
+                "--redis the primary's URL",
+                UNREACHABLE,
             ) from None
         except RunMismatch as error:
             raise CommandError(str(error), PROBLEM) from None

@@ -13,7 +13,8 @@ import sys
 
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import no_run, reached, url_of
-from rollstream.cli.view import print_json
+from rollstream.cli.view import cleaned, print_json, print_text
+from rollstream.log_sink import say
 from rollstream.removal import ALIVE_LEASES, keys_of, look, named, remove_run
 from rollstream.runs import RUN_NAME
 
@@ -32,7 +33,7 @@ def remove(args: argparse.Namespace) -> int:
             raise no_run(queue, url)
         state, live, alive = look(queue)
         shown = f"run {name}: {state}" + ("" if live is None else f", {live} groups live")
-        print(shown, file=sys.stderr)
+        say(cleaned(shown))
         if alive and not args.force:
             raise CommandError(
                 f"run {name!r} is in use: {named(alive)}. End them first, and wait until they "
@@ -46,7 +47,7 @@ def remove(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"run": name, "state": state, "live": live, "alive": alive, "removed": removed})
     else:
-        print(f"removed run {name}: {removed} keys")
+        print_text(f"removed run {name}: {removed} keys")
     return OK
 
 

@@ -18,7 +18,7 @@ _DROPS = (
 )
 _TOP_HEAD: Keys = RUN | {
     "unix_s": "when it was read",
-    "state": "of the run: running, paused, aborting, ended, failed; unreachable, gone",
+    "state": "of the run: running, paused, aborting, ended, failed; unreachable, unreadable, gone",
     "cause": "what holds the run up: a word of [operate.md](operate.md)",
     "evidence": "what says so, a sentence",
     "do": "what to do; empty for nothing",
@@ -28,7 +28,7 @@ SCHEMAS: dict[str, Keys] = {
     "top": _TOP_HEAD
     | {
         "window_s?": "seconds that rates and counts are of, 60 at most; it and what follows are "
-        "missing where the state is unreachable or gone",
+        "missing where the state is one of the last three",
         "version?": "weight version",
         "draining?": "true while `drain` is in force",
         "pause?": "null, or mode, by_trainer, since_s",

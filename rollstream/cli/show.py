@@ -18,7 +18,7 @@ from typing import Any
 from rollstream.cli.exits import OK, PROBLEM, USAGE, CommandError
 from rollstream.cli.reach import the_run
 from rollstream.cli.reasons import MEANS
-from rollstream.cli.view import print_json, print_rows
+from rollstream.cli.view import print_json, print_rows, print_text
 from rollstream.errors import DropReason, WireError
 from rollstream.frontier import TerminalIds
 from rollstream.queue import calls
@@ -56,9 +56,9 @@ def _show_drops(queue: BlockingQueue, info: RunInfo, args: argparse.Namespace) -
     if args.json:
         print_json({"run": queue.run, "drops": drops})
     elif not drops:
-        print(f"run {queue.run}: no group was dropped")
+        print_text(f"run {queue.run}: no group was dropped")
     else:
-        print(f"run {queue.run}: the last {len(drops)} drops, newest first")
+        print_text(f"run {queue.run}: the last {len(drops)} drops, newest first")
         for drop in drops:
             _print_drop(drop)
     return OK
@@ -83,16 +83,18 @@ def _drop(row: Mapping[str, Any], info: RunInfo) -> dict[str, Any]:
 
 def _print_drop(drop: Mapping[str, Any]) -> None:
     detail = f": {_plain(drop['detail'])}" if drop["detail"] else ""
-    print(f"{drop['at']}  group {drop['group_index']} (n {drop['n']}, was {drop['state']})  "
-          f"{drop['reason']}{detail}")  # fmt: skip
+    print_text(
+        f"{drop['at']}  group {drop['group_index']} (n {drop['n']}, was {drop['state']})  "
+        f"{drop['reason']}{detail}"
+    )
     if drop["means"]:
-        print(f"    {drop['means']}")
+        print_text(f"    {drop['means']}")
     if drop["why"]:
-        print(f"    first failure: {_plain(drop['why'])}")
+        print_text(f"    first failure: {_plain(drop['why'])}")
     for member in drop["members"]:
-        print(f"    member {member['member']}: {_ended(member)}")
+        print_text(f"    member {member['member']}: {_ended(member)}")
     if len(drop["members"]) < drop["n"]:
-        print(f"    (of {drop['n'] - len(drop['members'])} more members nothing is kept)")
+        print_text(f"    (of {drop['n'] - len(drop['members'])} more members nothing is kept)")
 
 
 def _ended(member: Mapping[str, Any]) -> str:
@@ -122,14 +124,16 @@ def _show_group(queue: BlockingQueue, info: RunInfo, args: argparse.Namespace) -
         state = "dropped" if drops else "ended" if ended else "unknown"
         print_json({"run": queue.run, "group_index": name, "state": state, "drops": drops})
     elif drops:
-        print(f"group {name} is not live; it was dropped {_times(len(drops))}, newest first")
+        print_text(f"group {name} is not live; it was dropped {_times(len(drops))}, newest first")
         for drop in drops:
             _print_drop(drop)
     elif ended:
-        print(f"group {name} has ended: it was trained on, skipped, or dropped longer ago than "
-              f"the last {PAST} drops")  # fmt: skip
+        print_text(
+            f"group {name} has ended: it was trained on, skipped, or dropped longer ago than "
+            f"the last {PAST} drops"
+        )
     else:
-        print(f"group {name} is unknown: not enqueued yet, or no id of this run")
+        print_text(f"group {name} is unknown: not enqueued yet, or no id of this run")
     if args.html:
         raise CommandError(f"there is nothing of group {name} to write to {args.html}", PROBLEM)
     return OK if ended else PROBLEM

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollstream.queue.blocking import BlockingQueue
 from rollstream.queue.reads import Command, Read
+from rollstream.queue.streams import MAX_N_DIGITS
 
 _GROUP_FIELDS = ("state", "n", "left", "failed", "life", "why", "version", "deadline", "score",
                  "full_id", "ready_id")  # fmt: skip
@@ -100,6 +101,8 @@ def _clocks(row: Sequence[str]) -> tuple[float, float]:
 
 def _group(group_index: str, row: Sequence[str], run_clock: float) -> GroupLook:
     known = dict(zip(_GROUP_FIELDS, row, strict=True))
+    if len(known["n"]) > MAX_N_DIGITS:
+        raise ValueError(f"a group of {known['n'][:20]} members")  # and as many records of ours
     deadline = float(known["deadline"] or 0)
     return GroupLook(
         group_index=group_index,

@@ -14,7 +14,7 @@ from typing import Any
 from rollstream.queue.keys import FULL_GROUP, READY_CONSUMER, READY_GROUP
 from rollstream.queue.reads import Command, Read, StreamEntry, pairs_of, text_of
 
-_MAX_N_DIGITS = 6
+MAX_N_DIGITS = 6
 """Of the size of a group; a longer one is damage, and would ask for a million fields."""
 
 
@@ -161,7 +161,7 @@ def _parse_entry(entry: Any) -> StreamEntry | None:
     row = dict(pairs_of(entry[1]))
     gid, n = row.get(b"g", b""), row.get(b"n", b"")
     named = gid.isdigit() or (gid.startswith(b"e:") and gid.isascii())
-    if not named or not n.isdigit() or len(n) > _MAX_N_DIGITS:
+    if not named or not n.isdigit() or len(n) > MAX_N_DIGITS:
         return None
     return StreamEntry(
         message_id=text_of(entry[0]),

@@ -102,6 +102,12 @@ def unreachable(why: str) -> Diagnosis:
                      "start it: everybody goes on")  # fmt: skip
 
 
+def unreadable(why: str) -> Diagnosis:
+    """Return the diagnosis of a run that is damaged, or that Redis lets us read no more."""
+    return Diagnosis(Cause.REDIS_DOWN, f"Redis answers, and the run cannot be read ({why})",
+                     "rollstream doctor")  # fmt: skip
+
+
 def gone() -> Diagnosis:
     """Return the diagnosis of a run that was removed while it was looked at."""
     return Diagnosis(Cause.RUN_OVER, "the run was removed; a producer opens it again")

@@ -26,7 +26,7 @@ def figures(window: Window, diagnosis: Diagnosis) -> dict[str, Any]:
     last = window.last
     completed = window.gained("completed")
     acked, dropped = window.gained("acked"), window.gained_by("dropped")
-    return _head(last.run, last.state, diagnosis) | {
+    record = _head(last.run, last.state, diagnosis) | {
         "window_s": round(window.seconds, 1),
         "version": last.version,
         "draining": last.draining,
@@ -58,6 +58,17 @@ def figures(window: Window, diagnosis: Diagnosis) -> dict[str, Any]:
                   "max_memory": last.max_memory},
         "newest_group": None if window.spans is None else _spans(window.spans),
     }  # fmt: skip
+    shown: dict[str, Any] = _plain(record)
+    return shown
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose texts, also the names of counters, cannot write on a terminal."""
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, dict):
+        return {plain(name): _plain(one) for name, one in value.items()}
+    return value
 
 
 def unread(run: str, state: str, diagnosis: Diagnosis) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollstream.cli.reach import DAMAGE
 from rollstream.cli.top.snapshot import Snapshot, Spans
 from rollstream.errors import WireError
 from rollstream.group import PromptGroup, Trajectory
 from rollstream.health import facts_of
 from rollstream.queue import calls
 from rollstream.queue.reads import pairs_of, text_of
-from rollstream.runs import OUTAGES
+from rollstream.runs import OUTAGES, REFUSALS
 from rollstream.updates import confirmed
 from rollstream.wire import decode_body
 
@@ -31,6 +32,8 @@ MAX_BYTES = 4 << 20
 """Of bodies that are read of one group; larger ones are not looked into."""
 MAX_MEMBERS = 8
 """Of one group."""
+MAX_SPAN_S = 1e9
+"""Longer ones, negative ones and NaN are damage."""
 MIN_BLOCK_S = 0.01
 MAX_TRIED = 16
 """Live groups that are tried for a member that has ended."""
@@ -109,7 +112,7 @@ class Reader:
                 if name and (spans := self._look_into(name, self._sizes([name])[0])) is not None:
                     self._seen = spans
                     break
-        except OUTAGES:
+        except (*OUTAGES, *REFUSALS, *DAMAGE):
             pass  # the next look says so
         self._sleep(max(0.0, limit - time.monotonic()))
 
@@ -164,6 +167,8 @@ class Reader:
         try:
             command: Command = ("HMGET", f"{self._queue.prefix}b:{name}", *chosen)
             bodies = self._queue.ask((command,))[0]
+            if not isinstance(bodies, list):  # became another key since its sizes were read
+                return None
             found = [decode_body(body, group) for body in bodies if body is not None]
         except WireError:
             return None
@@ -177,6 +182,7 @@ def spans_of(group_index: str, trajectories: list[Trajectory]) -> Spans:
     for trajectory in trajectories:
         for sample in trajectory if isinstance(trajectory, list) else [trajectory]:
             for span in sample.spans:
-                seconds[span.name] += span.duration_s
+                if 0 <= span.duration_s < MAX_SPAN_S:
+                    seconds[span.name] += span.duration_s
             tokens += sum(call.end - call.start for call in sample.calls)
     return Spans(group_index, len(trajectories), dict(seconds), tokens)

@@ -21,12 +21,12 @@ from types import FrameType
 from typing import Any
 
 from rollstream.cli.exits import OK
-from rollstream.cli.reach import the_run
-from rollstream.cli.top.diagnosis import diagnose, gone, unreachable
+from rollstream.cli.reach import DAMAGE, the_run
+from rollstream.cli.top.diagnosis import diagnose, gone, unreachable, unreadable
 from rollstream.cli.top.figures import figures, line, unread
 from rollstream.cli.top.reading import Reader
 from rollstream.cli.top.snapshot import Snapshot, Window
-from rollstream.runs import OUTAGES
+from rollstream.runs import OUTAGES, REFUSALS
 
 WINDOW_S = 60.0
 """How far back rates and reasons go."""
@@ -60,16 +60,27 @@ class Watch:
         """Begin with no look."""
         self._reader, self._run = reader, run
         self._looks: deque[Snapshot] = deque()
+        self._was_read = False
 
     def look(self) -> Record:
-        """Read the run once more, and return the record of it."""
+        """Read the run once more, and return the record of it.
+
+        Raises:
+            ResponseError, LookupError, ValueError, RunMismatch: it cannot be read, and never could.
+        """
         try:
             snapshot = self._reader.take()
-        except OUTAGES as error:
-            return unread(self._run, "unreachable", unreachable(_one_line(error)))
+        except (*OUTAGES, *REFUSALS, *DAMAGE) as error:
+            # Some of either kind is a ConnectionError or a ResponseError for redis-py.
+            if isinstance(error, OUTAGES) and not isinstance(error, REFUSALS):
+                return unread(self._run, "unreachable", unreachable(_one_line(error)))
+            if not self._was_read:
+                raise
+            return unread(self._run, "unreadable", unreadable(_one_line(error)))
         if snapshot is None:
             self._looks.clear()
             return unread(self._run, "gone", gone())
+        self._was_read = True
         self._looks.append(snapshot)
         while snapshot.mono_s - self._looks[0].mono_s > WINDOW_S:
             self._looks.popleft()
