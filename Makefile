@@ -64,7 +64,7 @@ hf-test: hf            ## the tests that need PyTorch: a real model, token by to
 	@ROLLSTREAM_REQUIRE_HF=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(HF_TESTS) $(ARGS)
 
 ops-test: setup        ## checks that need Debian or npm tools
-	@$(PY) -m pytest -q -m slow tests/ops $(ARGS)
+	@$(PY) -m pytest -q -n 2 --dist loadfile -m slow tests/ops $(ARGS)
 
 lock: setup            ## resolve the pinned lock again
 	@$(PY) -m pip install --quiet uv
