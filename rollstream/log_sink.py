@@ -108,12 +108,11 @@ class LineHandler(logging.Handler):
                 self._changed.wait(left_s)
 
     def close(self) -> None:
-        """Write what waits; lines that come later are written at once, as far as none blocks.
+        """Write lines that come from now on at once, as far as none blocks.
 
-        At the end of a process (`logging.shutdown`) nobody flushes any more, and the thread stops
-        without notice: what finalizers and the last callbacks say would be lost.
+        At the end of a process (`logging.shutdown`, behind its flush) nobody flushes any more, and
+        the thread stops without notice: what the last callbacks say would be lost.
         """
-        self.flush()
         with self._changed:
             if not (self._lines or self._is_writing):
                 self._may_thread, self._thread = False, None

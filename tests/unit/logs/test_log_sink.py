@@ -165,6 +165,27 @@ log.error("first")
     assert told == ["first", "last"]
 
 
+def test_the_end_of_a_process_waits_once_for_a_pipe_nobody_reads(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = LineHandler(pipe[1])
+    for i in range(200):
+        handler.emit(record(f"{i}" * 1000))
+    waits: list[float | None] = []
+    monkeypatch.setattr("rollstream.log_sink.FLUSH_S", 0.01)
+    real = handler._changed.wait
+
+    def wait(timeout: float | None = None) -> bool:
+        waits.append(timeout)
+        return real(timeout)
+
+    handler.flush()
+    monkeypatch.setattr(handler._changed, "wait", wait)
+    handler.close()  # as logging.shutdown does it
+    assert waits == []
+    os.close(pipe[0])  # lets the thread that writes come to its end
+
+
 def test_a_record_that_cannot_be_printed_is_a_line_all_the_same(pipe: tuple[int, int]) -> None:
     class Odd:
         def __str__(self) -> str:
