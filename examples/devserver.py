@@ -40,7 +40,11 @@ def free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies (for `preexec_fn`)."""
+    """Ask Linux to kill this process when its parent dies (for `preexec_fn`).
+
+    It hears SIGINT as in a terminal, also where whoever started us ignores it (`nohup … &`).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _LIBC is not None:
         with contextlib.suppress(OSError, AttributeError):
             _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

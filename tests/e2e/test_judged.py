@@ -133,7 +133,7 @@ def test_a_run_whose_groups_are_all_dropped_fails_in_every_process_with_the_reas
     assert failed.value.reason.startswith(
         "12 groups in a row were dropped and none kept: zero_std 12; the last was group "
     )
-    assert "std 0 of 4 around 0.5" in failed.value.reason
+    assert "reward_nonzero_std: std 0 of 4 rewards around 0.5" in failed.value.reason
     assert "aggregator.stop_after_dropped_batches" in failed.value.reason
     for code, text in zip(codes, told, strict=True):
         assert code != 0
