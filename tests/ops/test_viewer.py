@@ -26,7 +26,7 @@ from tests.ops.chromium import read_page, take_picture
 from tests.ops.viewer_run import GROUPS, Played, played, rollstream, with_most_turns
 from tests.unit.cli.test_page import HOSTILE, Letters, hostile_group
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "viewer.png"
 VOID = {"meta", "br", "link", "img", "base", "input"}
