@@ -143,6 +143,7 @@ def test_a_dump_goes_on_where_the_reader_of_its_progress_left(
     assert run.queue.call(calls.audit(deep=True)).acked == 3
 
 
+@pytest.mark.slow
 def test_a_drain_whose_progress_nobody_reads_waits_all_the_same(
     run: Backstage, where: list[str]
 ) -> None:

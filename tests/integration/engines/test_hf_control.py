@@ -544,6 +544,7 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "worker.engines.hf", "--model", str(folder), *arguments]
 
 
+@pytest.mark.slow
 async def test_process_says_where_it_listens_and_answers_what_it_has_at_sigterm(
     folders: list[Path], tmp_path: Path
 ) -> None:

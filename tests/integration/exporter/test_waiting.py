@@ -71,6 +71,7 @@ async def test_a_trainer_waits_until_its_batch_is_full_and_not_while_it_trains(
         assert seen(it) == (0, 1)
 
 
+@pytest.mark.slow
 async def test_a_trainer_goes_on_to_wait_for_as_long_as_nothing_comes(
     valkey_url: str, run: Backstage, connect: Connect, thread: ThreadPoolExecutor
 ) -> None:
@@ -105,6 +106,7 @@ async def test_a_trainer_whose_groups_lie_ready_never_says_that_it_waits(
         batch.ack()
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_gave_up_is_soon_one_that_does_not_wait(
     valkey_url: str, run: Backstage, connect: Connect
 ) -> None:
@@ -115,6 +117,7 @@ async def test_a_trainer_that_gave_up_is_soon_one_that_does_not_wait(
         await it.until(lambda: seen(it) == (0, 1))
 
 
+@pytest.mark.slow
 async def test_an_asyncio_trainer_that_waits_is_seen_and_one_that_is_cancelled_is_not(
     valkey_url: str, run: Backstage
 ) -> None:
@@ -232,6 +235,7 @@ async def test_a_producer_whose_source_is_slow_is_not_blocked_meanwhile(
         assert total_s <= time.monotonic() - started_mono_s - slow_now_s
 
 
+@pytest.mark.slow
 async def test_two_producers_one_behind_the_other_add_up(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:

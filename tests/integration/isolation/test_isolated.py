@@ -265,6 +265,7 @@ def test_sigterm_ends_an_idle_verifier_with_success_and_an_outage_does_not() -> 
         assert code == 0
 
 
+@pytest.mark.slow
 def test_a_verifier_that_was_stopped_for_longer_than_it_waits_goes_on(
     valkey_url: str, run_name: str
 ) -> None:

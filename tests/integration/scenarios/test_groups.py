@@ -60,6 +60,7 @@ async def generate(given):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_case_111_a_group_whose_worker_is_killed_half_way_arrives_whole_and_once(
     valkey_url: str, run_name: str, sim: Sim, vocabulary: Path, tmp_path: Path

@@ -28,6 +28,7 @@ def bench(valkey_url: str, run_name: str) -> Iterator[Bench]:
 
 
 # --- 2: rq/rq#2061 -------------------------------------------------------------------------------
+@pytest.mark.slow
 async def test_sweeps_that_race_a_slow_start_never_fail_a_live_lease(
     valkey_url: str, run_name: str
 ) -> None:

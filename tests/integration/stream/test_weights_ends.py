@@ -184,6 +184,7 @@ def test_a_pause_that_an_operator_sets_in_the_block_stands_behind_it(
     assert info_of(run).state == "running"
 
 
+@pytest.mark.slow
 def test_a_pause_that_is_over_here_and_stands_in_redis_again_is_ended_by_who_waits_for_groups(
     run: Backstage, connect: Connect
 ) -> None:

@@ -48,6 +48,7 @@ async def test_a_group_whose_one_member_hangs_ends_at_its_deadline_with_the_othe
         await run.audit()
 
 
+@pytest.mark.slow
 async def test_a_pause_longer_than_deadline_lease_and_sample_timeout_ends_nothing(
     valkey_url: str, run_name: str
 ) -> None:

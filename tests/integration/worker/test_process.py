@@ -108,6 +108,7 @@ def slow_sim(tmp_path: Path, vocabulary: Path) -> Iterator[Sim]:
     engine.kill()
 
 
+@pytest.mark.slow
 async def test_sigterm_gives_back_what_runs_without_charging_it_and_says_goodbye(
     run: Run, options: Options, slow_sim: Sim, tmp_path: Path
 ) -> None:

@@ -183,7 +183,9 @@ def test_the_end_of_a_process_waits_once_for_a_pipe_nobody_reads(
     monkeypatch.setattr(handler._changed, "wait", wait)
     handler.close()  # as logging.shutdown does it
     assert waits == []
-    os.close(pipe[0])  # lets the thread that writes come to its end
+    # The thread that writes gets on, and is to do so before its descriptor is another's.
+    os.close(pipe[0])
+    wait_until(lambda: handler.num_dropped and not (handler._lines or handler._is_writing), 20.0)
 
 
 def test_a_record_that_cannot_be_printed_is_a_line_all_the_same(pipe: tuple[int, int]) -> None:
