@@ -200,6 +200,7 @@ def test_capacity_comes_back_with_the_end_of_an_aborted_run(valkey_url: str, run
 
 
 # --- a trainer that stops ------------------------------------------------------------------------
+@pytest.mark.slow
 async def test_trainer_that_stops_acking_stops_the_producer_within_one_capacity(
     valkey_url: str, run_name: str, tmp_path: Path
 ) -> None:

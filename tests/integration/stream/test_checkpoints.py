@@ -206,6 +206,7 @@ def test_batch_in_the_hands_of_a_trainer_comes_to_the_one_that_rewinds_the_run(
 
 
 # --- a producer that has finished ----------------------------------------------------------------
+@pytest.mark.slow
 def test_checkpoint_of_a_finished_run_says_that_a_producer_is_needed(
     run: Backstage, connect: Connect
 ) -> None:

@@ -385,6 +385,7 @@ def wait_healed(stream: GroupStream) -> None:
     assert stream.metrics()["stream/rollbacks"] == 1
 
 
+@pytest.mark.slow
 def test_emptied_redis_is_told_everything_again_by_a_live_trainer(
     run: Backstage, connect: Connect
 ) -> None:

@@ -146,6 +146,7 @@ def test_last_short_batch_is_handed_out_when_redis_was_emptied_while_it_waited(
     assert run.queue.depths()["live"] == 0
 
 
+@pytest.mark.slow
 def test_last_short_batch_is_handed_out_when_redis_forgot_that_it_was_delivered(
     run: Backstage, connect: Connect
 ) -> None:

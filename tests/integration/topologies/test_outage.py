@@ -32,6 +32,7 @@ def server() -> Iterator[DevServer]:
         yield server
 
 
+@pytest.mark.slow
 async def test_results_that_end_while_redis_is_away_for_several_leases_land_and_charge_nobody(
     server: DevServer, run_name: str
 ) -> None:

@@ -128,6 +128,7 @@ async def test_a_group_whose_judgement_kills_aggregators_is_dropped_at_its_fourt
     assert await run.drops() == {"filter_error": 1}
 
 
+@pytest.mark.slow
 async def test_groups_read_together_with_one_that_ends_aggregators_are_all_kept(
     run: Run,
 ) -> None:
@@ -293,6 +294,7 @@ async def test_a_slow_filter_keeps_its_groups_from_being_taken_over(run: Run) ->
     assert sorted(judged) == [0, 1, 2]
 
 
+@pytest.mark.slow
 async def test_a_group_that_waits_to_be_judged_alone_is_not_taken_over(run: Run) -> None:
     alone = ""
     release, others = asyncio.Event(), asyncio.Event()

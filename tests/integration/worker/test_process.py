@@ -335,6 +335,7 @@ async def test_a_worker_that_is_told_to_end_while_it_starts_has_not_failed(
     assert code == 0, one.log.read_text()
 
 
+@pytest.mark.slow
 async def test_a_worker_ends_with_the_reason_of_a_run_that_failed(
     run: Run, options: Options, tmp_path: Path
 ) -> None:

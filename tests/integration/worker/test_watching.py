@@ -70,6 +70,7 @@ def delivered(url: str, name: str) -> list[Sample]:
         queue.close()
 
 
+@pytest.mark.slow
 async def test_a_worker_checks_every_call_scores_every_sample_and_delivers_every_row_of_experts(
     run: Run, sim: Sim, vocabulary: Path, run_name: str, tmp_path: Path
 ) -> None:
