@@ -1,6 +1,6 @@
 """Write the tables of docs/cli.md: options from the parser, keys from the schemas.
 
-Owns the part of docs/cli.md between the two markers.
+Owns the part of docs/cli.md between the two markers. Never names an option or a key that is none.
 
     python -m docs.make_cli          # rewrite docs/cli.md
     python -m docs.make_cli --check  # exit 1 where it differs
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.pages import between, write_or_check
 from rollstream.cli.__main__ import make_parser
 from rollstream.cli.schemas import SCHEMAS
 
@@ -81,30 +82,14 @@ def _cell(text: str) -> str:
 
 
 def updated(text: str) -> str:
-    """Return `text` with the part between the markers written anew.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    before, found, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not found or not closed:
-        raise ValueError(f"{PAGE.name} lacks the markers {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+    """Return the page with the part between the markers written anew."""
+    return between(text, BEGIN, END, f"\n{tables()}\n")
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrite or check docs/cli.md.
-
-    Raises:
-        SystemExit: it differs, and was to be checked.
-    """
-    text = PAGE.read_text(encoding="utf-8")
-    wanted = updated(text)
-    if "--check" not in arguments:
-        PAGE.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        raise SystemExit("docs/cli.md is out of date: python -m docs.make_cli")
+    """Rewrite or check docs/cli.md."""
+    wanted = updated(PAGE.read_text(encoding="utf-8"))
+    write_or_check(PAGE, wanted, arguments, "python -m docs.make_cli")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from docs.pages import write_or_check
 from worker.telemetry import catalog
 from worker.telemetry.catalog import Bounded, Process, Spec, Values, env_labels
 
@@ -148,16 +149,8 @@ def _pairs() -> list[tuple[str, ...]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrite or check the page.
-
-    Raises:
-        SystemExit: `--check`, and it differs.
-    """
-    text = page()
-    if "--check" not in arguments:
-        PAGE.write_text(text)
-    elif not PAGE.exists() or PAGE.read_text() != text:
-        raise SystemExit(f"{PAGE.name} differs from the catalog: python -m docs.make_metrics")
+    """Rewrite or check the page."""
+    write_or_check(PAGE, page(), arguments, "python -m docs.make_metrics")
 
 
 if __name__ == "__main__":

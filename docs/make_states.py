@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from docs.pages import between, write_or_check
 from rollstream.states import GROUP_TRANSITIONS, TERMINAL_GROUP_STATES, GroupEvent, GroupState
 
 README = Path(__file__).parents[1] / "README.md"
@@ -43,30 +44,14 @@ def diagram() -> str:
 
 
 def updated(text: str) -> str:
-    """Return `text` with the part between the markers drawn anew.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    before, found, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not found or not closed:
-        raise ValueError(f"{README.name} lacks the markers {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n{diagram()}\n{END}{after}"
+    """Return the README with the part between the markers drawn anew."""
+    return between(text, BEGIN, END, diagram())
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrite or check README.md.
-
-    Raises:
-        SystemExit: `--check` found a difference; says what to run.
-    """
-    text = README.read_text()
-    wanted = updated(text)
-    if "--check" not in arguments:
-        README.write_text(wanted)
-    elif text != wanted:
-        raise SystemExit("README.md: the states are out of date; run python -m docs.make_states")
+    """Rewrite or check README.md."""
+    wanted = updated(README.read_text(encoding="utf-8"))
+    write_or_check(README, wanted, arguments, "python -m docs.make_states")
 
 
 if __name__ == "__main__":

@@ -420,7 +420,7 @@ def _row_codec(kind: type) -> _Codec:
             raise ValueError(f"a {kind.__name__} of other types than {', '.join(names)}")
         return kind(*values)
 
-    return lambda record: [getattr(record, name) for name in names], decode
+    return operator.attrgetter(*names), decode  # of two fields and more: a tuple, packed as a list
 
 
 _ROW_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": NUMBER}
@@ -428,7 +428,7 @@ _ROW_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float"
 
 def _rows(codec: _Codec) -> _Codec:
     encode, decode = codec
-    return lambda records: [encode(r) for r in records], lambda rows: [decode(r) for r in rows]
+    return lambda records: list(map(encode, records)), lambda rows: list(map(decode, rows))
 
 
 _CODECS: dict[str, _Codec] = {

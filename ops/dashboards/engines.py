@@ -1,6 +1,7 @@
 """Engines and Redis: what the workers lean on.
 
-Owns the panels about engines, the fidelity of their tokens, and the server of the queue.
+Owns the panels about engines, the fidelity of their tokens, and the server of the queue. Never
+makes JSON of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Groups and filters: what becomes of groups, of which environment, and what rewards say.
 
-Owns the panels about what is trained, rather than how fast.
+Owns the panels about what is trained, rather than how fast. Never makes JSON of them.
 """
 
 from __future__ import annotations

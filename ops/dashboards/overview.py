@@ -1,6 +1,6 @@
 """Overview: is the run all right, and if not, which part of it is what it waits for.
 
-Owns the panels of the first dashboard that anybody opens.
+Owns the panels of the first dashboard that anybody opens. Never makes JSON of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Workers: which replica is different from the others, and why.
 
-Owns the panels that tell replicas apart. Fifty lines of fifty workers are read from the top of the
-legend, which is sorted.
+Owns the panels that tell replicas apart. Never makes JSON of them. Fifty lines of fifty workers are
+read from the top of the legend, which is sorted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The arguments of `dump`; the work is `rollstream.cli.dumping`, imported when it is called."""
+"""The arguments of `dump`.
+
+Owns what may be asked. Never does it: `rollstream.cli.dumping` does, imported when it is called.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What each reason of a drop means, and which setting decides it: one sentence each.
 
-Owns these sentences. Invariant: every reason of the closed list has one (a test holds it to that).
+Owns these sentences. Never decides one of them. Invariant: every reason of the closed list has one
+(a test holds it to that).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The arguments of `rollstream show`, apart from its code: `--help` answers at once."""
+"""The arguments of `rollstream show`, apart from its code: `--help` answers at once.
+
+Owns what may be asked. Never reads a run.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """`python -m worker.exporter [--table.key value]`: the exporter of one run.
 
-Never imports anything heavy before the configuration was read: `--help` answers at once.
+Owns the order of imports. Never imports anything heavy before the configuration was read: `--help`
+answers at once.
 """
 
 from __future__ import annotations

@@ -57,10 +57,6 @@ class Figures:
         """Return the exposition text."""
         return self._shown.render()
 
-    def num_series(self) -> int:
-        """Return how many series a scrape has."""
-        return self._shown.num_series()
-
     # --- what was seen -------------------------------------------------------------------------
     def redis(self, *, up: bool) -> None:
         """Publish whether the last look was answered."""

@@ -262,10 +262,6 @@ class Metrics:
         """Publish how the engines are; their counts and the pool's are running totals."""
         self._engines.publish(engines, pool)
 
-    def num_series(self) -> int:
-        """Return how many series a scrape has."""
-        return self.registry.num_series()
-
     def render(self) -> bytes:
         """Return the exposition text."""
         return self.registry.render()

@@ -95,10 +95,6 @@ class Registry:
             raise KeyError(f"{name} is no {kind.__name__.lower()}")
         return child
 
-    def num_series(self) -> int:
-        """Return how many series a scrape has."""
-        return sum(len(metric.samples) for metric in self.prometheus.collect())
-
     def render(self) -> bytes:
         """Return the exposition text."""
         return prom.generate_latest(self.prometheus)

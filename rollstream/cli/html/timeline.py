@@ -1,14 +1,14 @@
 """Where the time of one trajectory went, as a drawing that needs no script.
 
-Owns the lanes and their scale. Invariant: every span is drawn and can be read by pointing at it;
-what took no time is still one unit wide.
+Owns the lanes and their scale. Never says what a span means. Invariant: every span is drawn and can
+be read by pointing at it; what took no time is still one unit wide.
 
 Unit: the drawing is 1000 wide; a lane is 14 high.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from rollstream.cli.html.escape import attribute, html
@@ -61,15 +61,15 @@ def timeline(spans: Sequence[Span]) -> str:
 
 def where(spans: Sequence[Span]) -> str:
     """Return the sum of each name, the longest first."""
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for span in spans:
         if _is_sound(span):
-            sums[span.name] += span.duration_s  # type: ignore[assignment]  # seconds
+            sums[span.name] += span.duration_s
             counts[span.name] += 1
     return " · ".join(
         f"{name} {told_s(seconds)}" + (f" ({counts[name]})" if counts[name] > 1 else "")
-        for name, seconds in sums.most_common()
+        for name, seconds in sorted(sums.items(), key=lambda one: -one[1])
     )
 
 

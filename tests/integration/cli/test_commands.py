@@ -26,12 +26,6 @@ def run(valkey_url: str, run_name: str) -> Iterator[Backstage]:
         yield backstage
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
-
-
 def outcome(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = main(argv)
     out, err = capsys.readouterr()

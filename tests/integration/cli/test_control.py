@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -31,11 +30,8 @@ def command(
     run: Backstage,
     valkey_url: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> Command:
     """Call the command line for this run: exit code, standard output, standard error."""
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
 
     def call(*argv: str) -> Outcome:
         code = main([*argv, "--redis", valkey_url, "--run", run.queue.run])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,10 +175,7 @@ async def test_raw_log_probs_are_those_that_workers_refuse(info: RunInfo) -> Non
 
 async def test_doctor_asks_the_engines_of_the_configuration_or_those_that_the_trainer_named(
     valkey_url: str, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
     async with scripted() as engine, scripted() as other, a_run(valkey_url, run_name) as run:
         file = tmp_path / "rollstream.toml"
         file.write_text(

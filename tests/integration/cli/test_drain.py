@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,12 +16,6 @@ from rollstream.cli.__main__ import main
 from rollstream.queue import calls
 from rollstream.queue.reads import RunInfo
 from tests.backstage import Backstage, wait_until
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,12 +19,6 @@ from rollstream.stream import GroupStream
 from tests.backstage import Backstage, Connect
 
 NUM_GROUPS = 5
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -24,12 +24,6 @@ ESCAPE = b"\x1b[2J\x00"
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def run(valkey_url: str, run_name: str) -> Iterator[Backstage]:
     with Backstage(valkey_url, run_name) as backstage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,6 @@ from rollstream.cli.__main__ import COMMANDS, main
 from rollstream.cli.schemas import SCHEMAS
 from rollstream.queue import calls
 from tests.backstage import Backstage
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,11 +28,7 @@ def show(
     run: Backstage,
     valkey_url: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> Show:
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
-
     def called(*argv: str) -> tuple[int, str]:
         code = main(["show", *argv, "--redis", valkey_url, "--run", run.queue.run])
         out, err = capsys.readouterr()

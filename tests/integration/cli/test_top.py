@@ -31,12 +31,6 @@ from tests.builders import a_sample
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("ROLLSTREAM_")]:
-        monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def run(valkey_url: str, run_name: str) -> Iterator[Backstage]:
     with Backstage(valkey_url, run_name) as backstage:

@@ -13,6 +13,7 @@ from rollstream.queue import calls
 from rollstream.wire import encode_envs
 from tests.backstage import Backstage, Connect
 from tests.integration.producer.scene import Trainer, producing, rows_file, settings_of, until
+from tests.series import num_series
 from worker.telemetry import catalog
 
 from .scene import watching
@@ -44,7 +45,7 @@ async def test_exporter_has_every_series_before_it_saw_a_run_and_no_other_afterw
         await it.look()
         shown = {key for key in it.series if key[0] != "rollout_build_info"}
         assert shown == series_of(("code", "math", "other"))
-        assert it.exporter.figures.num_series() == len(it.series)
+        assert num_series(it.exporter.figures) == len(it.series)
 
 
 async def test_one_look_is_one_round_trip_however_much_there_is(

@@ -113,10 +113,12 @@ def test_a_worker_that_cannot_start_has_its_exit_code_whatever_its_stderr(stage:
 def test_what_a_worker_logs_at_info_has_no_prompt_and_no_completion(
     stage: Stage, unbroken: dict[int, list[str]]
 ) -> None:
-    with (stage.folder / "log").open("wb") as log:
-        how = lambda _: {"stderr": log}  # noqa: E731 - a sink that is fine
-        with whole_run(stage, how, ("--telemetry.log_level", "info")) as (_, worker, _):
-            stage.stop(worker)
+    at_info = ("--telemetry.log_level", "info")
+    with (
+        (stage.folder / "log").open("wb") as log,
+        whole_run(stage, lambda _: {"stderr": log}, at_info) as (_, worker, _),
+    ):
+        stage.stop(worker)
     text = (stage.folder / "log").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert {"worker_ready", "stopped", "run_open"} <= {line["event"] for line in lines}

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from rollstream.errors import StopReason
 from rollstream.sample import Span
 from tests.builders import a_sample
+from tests.series import num_series
 from worker.telemetry.guard import SAID_EVERY_S, Guard
 from worker.telemetry.metrics import Metrics
 from worker.telemetry.pulse import Pulse
@@ -96,11 +97,11 @@ def test_a_duration_that_is_none_spoils_no_sum(metrics: Metrics, seconds: float)
 
 
 def test_spans_of_a_users_own_name_are_added_up_without_a_label(metrics: Metrics) -> None:
-    before = metrics.num_series()
+    before = num_series(metrics)
     ended(metrics, with_spans(Span("sandbox", 0, 1.0, 2.5), Span("tool", 0, 1.0, 1.0)))
     metrics.span("browser", 0.5)
     assert shown(metrics, "rollout_other_span_seconds_total") == 3.0
-    assert metrics.num_series() == before
+    assert num_series(metrics) == before
 
 
 def broken() -> None:

@@ -12,6 +12,7 @@ import pytest
 from rollstream.errors import DropReason, StopReason
 from rollstream.sample import Sample
 from tests.builders import a_sample
+from tests.series import num_series
 from tests.unit.worker.views import rewarded
 from worker.engines.fleet.pool import OUTCOMES, EngineCounters, PoolCounters
 from worker.engines.fleet.states import State
@@ -56,7 +57,7 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
     envs: int, engines: int
 ) -> None:
     given = metrics(envs)
-    before = given.num_series()
+    before = num_series(given)
 
     for env in range(envs):
         for reason in StopReason:
@@ -78,7 +79,7 @@ def test_a_worker_has_a_bounded_number_of_series_all_from_the_start(
     given.gateway(dict.fromkeys((*GATEWAY_OUTCOMES, "never heard of"), 1), open_sessions=2)
     given.flush()
 
-    assert given.num_series() == before
+    assert num_series(given) == before
     assert before <= MAX_SERIES
 
 
